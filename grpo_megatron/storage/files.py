@@ -382,18 +382,11 @@ def _is_of_this_job(holder: str) -> bool:
     return JOB in os.environ and holder.endswith(_job_suffix())
 
 
-# -- Leftovers of a killed process tree, removed at the next start ------------------------------------------------------
-# grpo_megatron-* among the temporary files    private folders of a launcher, which has a lock on them
-# /dev/shm/sem.mp-*                            semaphores of Python's multiprocessing
-# /dev/shm/*-cpushm_*                          shared memory of vLLM on CPU
-#
-# Only this user's are removed, only after MIN_AGE_S, and shared memory only when no visible process has mapped it. Files are
-# compared by inode: glibc maps a semaphore under a temporary name, and another process may still open it by its own.
+# -- Private folders of a launcher, among the temporary files -----------------------------------------------------------
+# Each is locked. One that a killed launcher has left is removed at the next start: only this user's, and only after MIN_AGE_S.
 
 PREFIX = "grpo_megatron-"
-SHARED_MEMORY = Path("/dev/shm")
-PATTERNS = ("sem.mp-*", "*-cpushm_*")
-MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock, or its first use
+MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock
 
 
 @contextlib.contextmanager
@@ -439,36 +432,12 @@ def folder_until_exit() -> Path:
 
 def remove_leftovers() -> None:
     """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
-    for folder in _own_and_old(Path(tempfile.gettempdir()), f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime <= MIN_AGE_S:
+                continue
             with _opened(folder, os.O_DIRECTORY | os.O_NOFOLLOW) as lock:
                 is_free = try_lock(lock)
             if is_free:
                 remove_tree(folder)
-    candidates = _own_and_old(SHARED_MEMORY, *PATTERNS)
-    mapped = _mapped_files() if candidates else set()
-    for path in candidates:
-        with contextlib.suppress(OSError):
-            if path.lstat().st_ino not in mapped:
-                path.unlink()
-
-
-def _own_and_old(parent: Path, *patterns: str) -> list[Path]:
-    old = []
-    for path in itertools.chain(*map(parent.glob, patterns)):
-        with contextlib.suppress(OSError):
-            status = path.lstat()
-            if status.st_uid == os.getuid() and time.time() - status.st_mtime > MIN_AGE_S:
-                old.append(path)
-    return old
-
-
-def _mapped_files() -> set[int]:
-    """Collect the inodes of the files below /dev/shm that any process has mapped, of those whose maps this user can read."""
-    inodes = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            for line in maps.read_text(errors="replace").splitlines():
-                if str(SHARED_MEMORY) in line:
-                    inodes.add(int(line.split(maxsplit=5)[4]))  # address, permissions, offset, device, inode, path
-    return inodes

@@ -166,7 +166,6 @@ def test_a_killed_worker_leaves_nothing(kind: str, monkeypatch: pytest.MonkeyPat
     with folder_for_all() as folder:
         monkeypatch.setenv("TMPDIR", str(folder))
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        monkeypatch.setattr(files, "SHARED_MEMORY", folder)
         monkeypatch.setattr(files, "MIN_AGE_S", -1.0)
         python = sys.executable, sys.prefix, sys.base_prefix
         code = WORKER.format(python=python, seconds=seconds, kind=kind)

@@ -92,7 +92,7 @@ def _growth(folder: Path) -> list[str]:
 
 def _leftovers(temporary: Path) -> list[str]:
     """Lists temporary files of killed attempts that the clean-up at a start does not remove once they are old enough."""
-    with mock.patch.object(files, "MIN_AGE_S", 0.0), mock.patch.object(files, "PATTERNS", ()):
+    with mock.patch.object(files, "MIN_AGE_S", 0.0):
         files.remove_leftovers()
     left = sorted(path.name for path in temporary.iterdir())
     print(f"temporary files after the clean-up: {len(left)}\n")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
-import multiprocessing
 import os
 import shutil
 import signal
@@ -332,10 +330,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary files of this test, and of its children, are here; so is the shared memory that is looked at."""
+    """Temporary files of this test, and of its children, are here."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
     yield tmp_path
     tempfile.tempdir = None
 
@@ -370,33 +367,6 @@ def test_a_folder_that_was_just_made_and_those_of_others_stay(shared: Path) -> N
     make_old(other)
     files.remove_leftovers()
     assert young.exists() and other.exists()
-
-
-def test_semaphores_and_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third one is mapped under another name, as glibc does; the fourth is young, the last has nobody's name."""
-    names = ["sem.mp-lost", "29500-tp:0-[0-1]-cpushm_0", "sem.mp-used", "sem.mp-young", "sem.user"]
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-        monkeypatch.setattr(files, "SHARED_MEMORY", shared := Path(name))
-        paths = [shared / name for name in names]
-        for path in paths:
-            path.write_bytes(b"x" * 32)
-        make_old(paths[0], paths[1], paths[2], paths[4])
-        paths[2].rename(shared / "sem.nv1eHJ")
-        with (shared / "sem.nv1eHJ").open("r+b") as file, mmap.mmap(file.fileno(), 32):
-            (shared / "sem.nv1eHJ").rename(paths[2])
-            files.remove_leftovers()
-        assert [path.name for path in paths if path.exists()] == ["sem.mp-used", "sem.mp-young", "sem.user"]
-        files.remove_leftovers()
-        assert not paths[2].exists()
-
-
-def test_a_semaphore_that_another_process_has_yet_to_open() -> None:
-    """A real one, of multiprocessing."""
-    held = multiprocessing.get_context("spawn").Lock()
-    path = Path("/dev/shm") / f"sem.{held._semlock.name.removeprefix('/')}"  # type: ignore[attr-defined]
-    make_old(path)
-    files.remove_leftovers()
-    assert path.exists()
 
 
 def test_any_command_removes_what_killed_ones_have_left(shared: Path) -> None:
