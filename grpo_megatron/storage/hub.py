@@ -7,11 +7,10 @@ import functools
 import re
 from pathlib import Path
 
-import grpo_megatron
 from grpo_megatron.untrusted import ReadError, cut, read_json
 
 INDEX = "model.safetensors.index.json"
-PACKAGE_FOLDER = Path(grpo_megatron.__file__).resolve().parent
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 OF_CONFIG = ("*.json", "*.model", "*.txt", "*.jinja")  # with the tokenizer's files
 
 
