@@ -49,19 +49,36 @@ def shown(value: object, limit: int = MAX_SHOWN) -> str:
 # -- Secrets: never written to a record, a message or a terminal --------------------------------------------------------
 
 REDACTED = "<redacted>"  # is written instead
-_NAMES = (
-    r"(?:(?:api|access|secret|private|wandb|swanlab)[_.-]?key(?:[_-]id)?|secret|passw(?:or)?d|passphrase|credentials?"
+_WORD = r"(?:secret|passw(?:or)?d|passphrase|credentials?)"  # also a word of plain texts
+_NAME = (
+    r"(?:(?:api|access|secret|private|wandb|swanlab)[_.-]?key(?:[_-]id)?"
     r"|(?:auth|access|api|hf|hub|bearer|wandb|refresh|session)[_.-]?token)"
 )
-SECRET_KEY = re.compile(rf"{_NAMES}$|(?:^|\.)(?:token|use_wandb|authorization)$", re.IGNORECASE)
+SECRET_KEY = re.compile(rf"(?:{_WORD}|{_NAME})$|(?:^|\.)(?:token|use_wandb|authorization)$", re.IGNORECASE)
+_RANDOM = r"(?=[A-Za-z]{0,40}\d)[A-Za-z0-9]{16,}"  # no word: `sk-large-model-2024` stays
+_HASH = r"(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{40}"
 SECRET_FORM = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{20,}|sk-(?=[\w-]*\d)[\w-]{20,}|wandb_v\d_\w{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
-    r"|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{30,})"
-    r"|(?<![\w/.:@-])(?<!commit[ =])(?<!revision[ =])[0-9a-f]{40}(?![\w/])"  # of wandb; a commit in a path stays
-    r"|(?i:(?<=\bbearer ))[\w.~+/=-]{8,}"
-    r"|(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user:password@host
+    rf"\b(?:hf_[A-Za-z0-9]{{20,}}|sk-(?=(?:\w{{1,40}}-){{0,5}}{_RANDOM})[\w-]{{20,}}"
+    rf"|wandb_v\d_(?=\w{{0,40}}{_RANDOM})\w{{20,}}|gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_\w{{20,}}"
+    rf"|glpat-(?=[\w-]{{0,40}}[A-Z\d])[\w-]{{16,}}|xox[abeprs]-\d[\w-]{{9,}}|AKIA[0-9A-Z]{{16}}|AIza[\w-]{{30,}}"
+    rf"|(?:npm_|gsk_|r8_|nvapi-|pypi-)(?=[\w-]{{0,40}}{_RANDOM})[\w-]{{20,}}"
+    r"|eyJ[\w-]{10,400}\.eyJ[\w-]{10,}\.[\w-]{10,})"
+    rf"|(?P<kept>(?i:\b(?:git|commit|revision|checkout|sha-?1|hash)\W{{1,3}}){_HASH}\b)"  # no key of wandb
+    rf"|\b(?<![/.:@-]){_HASH}(?![\w/])"  # of wandb; a commit in a path stays
+    r"|(?P<head>(?i:\bauthorization: (?:bearer|basic) |\bbearer (?=[\w.~+/=-]{0,40}\d)))[\w.~+/=-]{8,}"
+    r"|(?P<scheme>://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user:password@host
+    r"|(?P<query>(?i:[?&]token=|[?&]sig=|-signature=))[^\s&'\"]+"
 )
-SECRET_ASSIGNED = re.compile(rf"({_NAMES}['\"]?(?:=|: |:(?=[\"'])) ?['\"]?)(?!<redacted>)[^\s'\",;}}]+", re.IGNORECASE)
+SECRET_ASSIGNED = re.compile(
+    rf"({_NAME}|{_WORD})(['\"]?(?:=|: ?| = | )['\"]?)"
+    r"(?!<redacted>|\$|os\.|(?:none|null|true|false|str|int)(?!\w))([^\s'\",;}]+)",
+    re.IGNORECASE,
+)
+IN_TEXT = re.compile(rf"{_WORD}(?:: | = )['\"]?", re.IGNORECASE)  # `The secret: it is ...`
+MIXED = re.compile(r"\d.*[A-Za-z]|[A-Za-z].*\d")
+OPTION = re.compile(r"(?:^|[^\w-])--[\w.-]*$")  # ends before the name, as does a line's beginning:
+ALONE = re.compile(r"(?:^|\n)[ -]*$")
+REVISION_KEY = re.compile(r"(?:revision|commit|sha1?|hash)$", re.IGNORECASE)
 
 
 def redacted(value: Any, key: str = "") -> Any:
@@ -74,7 +91,27 @@ def redacted(value: Any, key: str = "") -> Any:
         return value
     if value and SECRET_KEY.search(key):
         return REDACTED
-    return SECRET_ASSIGNED.sub(rf"\1{REDACTED}", SECRET_FORM.sub(REDACTED, value))
+    if REVISION_KEY.search(key) and re.fullmatch(_HASH, value):
+        return value
+    formless = SECRET_FORM.sub(_without_secret, value)
+    return SECRET_ASSIGNED.sub(_without_value, formless)
+
+
+def _without_secret(match: re.Match[str]) -> str:
+    return match["kept"] or f"{match['head'] or match['scheme'] or match['query'] or ''}{REDACTED}"
+
+
+def _without_value(match: re.Match[str]) -> str:
+    """Tells an assignment from a sentence about secrets. Where a sentence may be one, a value has a letter and a digit."""
+    name, separator, value = match.groups()
+    before, after = (
+        match.string[max(0, match.start() - 44) : match.start()],
+        match.string[match.end() : match.end() + 1],
+    )
+    is_assigned = OPTION.search(before) if separator.isspace() else not IN_TEXT.match(name + separator)
+    is_line = separator == ": " and ALONE.search(before) and after in ("", "\n")
+    is_value = is_assigned or is_line or (not separator.isspace() and MIXED.search(value[:99]))
+    return f"{name}{separator}{REDACTED}" if is_value else match[0]
 
 
 # Control characters but the line end and the tab; marks that turn the direction of writing; halves of surrogate pairs.

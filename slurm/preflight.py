@@ -76,7 +76,16 @@ def rails() -> list[float]:
     """Gb/s of the active ports of InfiniBand or RoCE, at most one per GPU of this node, the fastest first."""
     ports = Path("/sys/class/infiniband").glob("*/ports/*")
     active = [port for port in ports if "ACTIVE" in (port / "state").read_text()]
-    return sorted((float((port / "rate").read_text().split()[0]) for port in active), reverse=True)[:PER_NODE]
+    return sorted(map(rate_of, active), reverse=True)[:PER_NODE]
+
+
+def rate_of(port: Path) -> float:
+    """The first word of the port's file `rate`. Raises ValueError, also where a driver leaves it empty."""
+    text = (port / "rate").read_text()
+    try:
+        return float(text.split()[0])
+    except (IndexError, ValueError):
+        raise ValueError(f"{port / 'rate'} is {text!r}; it should begin with Gb/s") from None
 
 
 def check_node(device: str) -> dict[str, Any]:
@@ -94,12 +103,14 @@ def check_node(device: str) -> dict[str, Any]:
         try:
             gpus = gpu_facts()
             problems += gpu_problems(gpus, PER_NODE)
-            versions["gpu"], rates = ", ".join(sorted({gpu[0] for gpu in gpus})), rails()
-            versions["rails"] = (
-                " + ".join(f"{count} x {rate:g} Gb/s" for rate, count in Counter(rates).items()) or "none"
-            )
+            versions["gpu"] = ", ".join(sorted({gpu[0] for gpu in gpus}))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             problems.append(f"nvidia-smi: {error}")
+        try:
+            rates = rails()
+        except (OSError, ValueError) as error:
+            problems.append(f"rails: {error}")
+        versions["rails"] = " + ".join(f"{count} x {rate:g} Gb/s" for rate, count in Counter(rates).items()) or "none"
     else:
         say("skipped on cpu: GPU count, ECC errors, GPU memory, slowdown")
     draws = RANK // PER_NODE >= WORLD // PER_NODE - DRAWING_NODES

@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import (
     MAX_REWARD,
+    by_metric_name,
     describe,
     finite_number,
     limit_memory,
-    metric_name,
     valid_text,
 )
 from grpo_megatron.registry import Registry
@@ -186,7 +186,7 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
         raise TypeError(f"{types}; they must be bool and dict")
     if len(step.metrics) > MAX_STEP_METRICS:
         raise ValueError(f"Step.metrics has {len(step.metrics)} entries; at most {MAX_STEP_METRICS}")
-    named = {metric_name(key): value for key, value in step.metrics.items()}
+    named = by_metric_name(step.metrics)
     return {
         "messages": plain_messages(step.messages, max_characters),
         "reward": None if step.reward is None else finite_number("Step.reward", step.reward, MAX_REWARD),

@@ -1,6 +1,6 @@
 """OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is generated.
 
-POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models. The server runs in the
+POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models, /v1/models/NAME. The server runs in the
 trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What
 would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS, gets a 400 that says why. A client
 that repeats its request before the answer, as OpenAI's does after a time-out, waits for the same answer.
@@ -50,6 +50,7 @@ class ClientRequest:
     wants_logprobs: bool
     streams: bool
     reads_calls: bool = True  # False, with tool_choice "none": a call in the answer is text
+    streams_usage: bool = False  # the last chunk of the stream has the usage and no choice
 
 
 @dataclass(frozen=True)
@@ -207,7 +208,8 @@ def read_chat(body: Json, conversation: Conversation) -> ClientRequest:
     """Reads a request of chat completions."""
     messages = [_message(message) for message in _listed(body, "messages")]
     request = _turn_request(body, "max_completion_tokens", "max_tokens", tools=_tools(body))
-    return ClientRequest(messages, request, bool(body.get("logprobs")), bool(body.get("stream")), _reads_calls(body))
+    streams = bool(body.get("stream")), _reads_calls(body), _streams_usage(body)
+    return ClientRequest(messages, request, bool(body.get("logprobs")), *streams)
 
 
 def read_completions(body: Json, conversation: Conversation) -> ClientRequest:
@@ -217,7 +219,8 @@ def read_completions(body: Json, conversation: Conversation) -> ClientRequest:
     if not is_ids and not (isinstance(prompt, str) and prompt):
         raise RefusedError("prompt: one text, or one list of token ids")
     request = _turn_request(body, "max_tokens", tools=[], prompt=prompt)
-    return ClientRequest([], request, body.get("logprobs") is not None, bool(body.get("stream")))
+    streams = bool(body.get("stream")), False, _streams_usage(body)
+    return ClientRequest([], request, body.get("logprobs") is not None, *streams)
 
 
 def read_responses(body: Json, conversation: Conversation) -> ClientRequest:
@@ -261,6 +264,17 @@ def _reads_calls(body: Json) -> bool:
     return body.get("tool_choice") != "none"
 
 
+def _streams_usage(body: Json) -> bool:
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise RefusedError("stream_options is no object")
+    return bool(options.get("include_usage"))
+
+
+def _usage_chunk(reply: Reply, head: Json, question: ClientRequest) -> list[Json]:
+    return [{**head, "choices": [], "usage": reply.usage}] if question.streams_usage else []
+
+
 def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
     """Returns the response, and the same as the chunks of a stream."""
     head = {"id": f"chatcmpl-{reply.number}", "created": 0, "model": model}
@@ -280,8 +294,8 @@ def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json,
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
     head["object"] = "chat.completion.chunk"
     first = {**head, "choices": [{**choice, "finish_reason": None, "delta": delta}]}
-    last = {**head, "choices": [{**choice, "logprobs": None, "delta": {}}], "usage": reply.usage}
-    return response, [first, last]
+    last = {**head, "choices": [{**choice, "logprobs": None, "delta": {}}]}
+    return response, [first, last, *_usage_chunk(reply, head, question)]
 
 
 def write_completions(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
@@ -290,9 +304,9 @@ def write_completions(reply: Reply, model: str, question: ClientRequest) -> tupl
     if question.wants_logprobs:
         texts, values = [text for text, _ in reply.tokens], [value for _, value in reply.tokens]
         choice["logprobs"] = {"tokens": texts, "token_logprobs": values, "text_offset": [], "top_logprobs": None}
-    response = {"id": f"cmpl-{reply.number}", "object": "text_completion", "created": 0, "model": model}
-    response |= {"choices": [choice], "usage": reply.usage}
-    return response, [response]
+    head: Json = {"id": f"cmpl-{reply.number}", "object": "text_completion", "created": 0, "model": model}
+    chunk = {**head, "choices": [choice]}
+    return chunk | {"usage": reply.usage}, [chunk, *_usage_chunk(reply, head, question)]
 
 
 def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
@@ -481,7 +495,8 @@ class Endpoint:
     def _serve(self) -> None:
         self._loop = asyncio.new_event_loop()
         posts = Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"])
-        application = Starlette(routes=[Route("/t/{key}/v1/models", self._models), posts])
+        models = [Route(f"/t/{{key}}/v1/models{name}", self._models) for name in ("", "/{name:path}")]
+        application = Starlette(routes=[*models, posts])
         settings: Json = {"log_config": None, "access_log": False, "lifespan": "off"}
         server = uvicorn.Server(uvicorn.Config(application, http=_Connection, ws="none", **settings))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
@@ -503,7 +518,11 @@ class Endpoint:
     async def _models(self, request: Request) -> Response:
         if not self._has_key(request):
             return _without_key()
-        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "run"}]})
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "run"}
+        name = request.path_params.get("name", self._model)
+        if name != self._model:
+            return self._refused(f"there is no model {name[:200]!r}; the only one here is {self._model!r}", 404)
+        return JSONResponse(model if "name" in request.path_params else {"object": "list", "data": [model]})
 
     async def _post(self, request: Request) -> Response:
         if not self._has_key(request):

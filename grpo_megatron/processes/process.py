@@ -12,8 +12,9 @@ import resource
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
+from typing import Any
 
 MAX_TEXT_OF_ERROR = 500  # characters
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
@@ -236,6 +237,17 @@ def metric_name(name: object) -> str:
     """Returns a name that every tracker and TensorBoard can write: letters, digits and ` ./:@-`, at most MAX_NAME characters."""
     text = re.sub(r"[^\w ./:@-]", "_", str(name)[:MAX_NAME])
     return "/".join(part for part in text.split("/") if part.strip(". ")) or "_"
+
+
+def by_metric_name(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the values by `metric_name`. Raises ValueError where two names become one."""
+    written: dict[str, Any] = {}
+    for key in values:
+        if (other := written.setdefault(name := metric_name(key), key)) is not key:
+            raise ValueError(
+                f"{str(other)[:MAX_NAME]!r} and {str(key)[:MAX_NAME]!r} are both written as {name!r}; rename one"
+            )
+    return dict(zip(written, values.values(), strict=True))
 
 
 def valid_text(text: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from grpo_megatron.processes.process import MAX_REWARD, finite_number, metric_name
+from grpo_megatron.processes.process import MAX_REWARD, by_metric_name, finite_number
 from grpo_megatron.registry import FactRegistry, Registry, did_you_mean
 
 
@@ -274,7 +274,7 @@ def parse_reward(returned: object, length: int | None = None) -> RewardResult:
         raise ValueError(f"the reward returned a dict without 'score' (keys: {', '.join(map(str, returned))})"[:500])
     if len(returned) > MAX_METRICS + 2:
         raise ValueError(f"the reward returned {len(returned)} entries; at most {MAX_METRICS} besides 'score'")
-    entries = {metric_name(key): value for key, value in returned.items()}
+    entries = by_metric_name(returned)
     steps = _parse_steps(entries.pop("steps", ()), length)
     score = finite_number("the reward's entry 'score'", entries.pop("score"), MAX_REWARD)
     numbers: dict[str, float] = {}

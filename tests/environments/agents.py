@@ -39,8 +39,12 @@ def two_turns() -> dict[str, Any]:
 
 
 def streams() -> float:
-    parts = [chunk.choices[0].delta.content or "" for chunk in ask([USER], stream=True) if chunk.choices]
-    return float("".join(parts) == "one")
+    """The model is listed, found by its name, and streams; the last chunk has the usage alone."""
+    assert [CLIENT.models.retrieve(one.id).id for one in CLIENT.models.list()] == ["policy"]
+    *chunks, last = ask([USER], stream=True, stream_options={"include_usage": True})
+    usage = (last.choices, last.usage.prompt_tokens, last.usage.completion_tokens) == ([], 9, 2)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return float(text == "one" and usage and not any(chunk.usage for chunk in chunks))
 
 
 def responses() -> float:
@@ -122,6 +126,10 @@ def refused() -> float:
 
 def forged() -> float:
     url = CLIENT.base_url
+    try:
+        CLIENT.models.retrieve("gpt")
+    except NotFoundError:
+        assert "the only one here is 'policy'" in str(sys.exc_info()[1])
     try:
         OpenAI(base_url=str(url).replace("/t/", "/t/x"), max_retries=0).models.list()
     except NotFoundError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -388,40 +389,84 @@ def test_a_token_is_not_written_and_its_tracker_is_on(
         assert told.count("warning: ") == 1 and config.model.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("hf_abcdefghijklmnopqrstuvwxyz", "<redacted>"),
-        ("--key sk-proj-0123456789abcdefghij x", "--key <redacted> x"),
-        ("Authorization: Bearer abc.def-ghi", "Authorization: Bearer <redacted>"),
-        ("http://me:pass@host:80/v1", "http://<redacted>@host:80/v1"),
-        ("WANDB_API_KEY=abc; run", "WANDB_API_KEY=<redacted>; run"),
-        ("{'api_key': 'abc', 'n': 1}", "{'api_key': '<redacted>', 'n': 1}"),
-        ("login 0123456789abcdef0123456789abcdef01234567", "login <redacted>"),
-        *(
-            (text, text)
-            for text in (
-                "/hub/snapshots/0123456789abcdef0123456789abcdef01234567/x",
-                "commit 0123456789abcdef0123456789abcdef01234567",
-                "hf_checkpoint_of_the_run",
-                "risk-averse-task-0123456789-and-more",
-                "http://host:80/a@b",
-                "eos_token: </s>",
-                "rollout_is=token",
-                "git@github.com:a/b",
-            )
-        ),
-    ],
-)
-def test_forms_of_secrets(text: str, expected: str) -> None:
-    assert (redacted(text), visible(text), shown(text)) == (expected, expected, repr(expected))
-    table = redacted(
-        {"a": [{"password": "x", "n": 1}], "eos_token": "</s>", "input_key": "q", "stop_token_ids": [1], "b": (text,)}
-    )
-    assert table == {
-        "a": [{"password": "<redacted>", "n": 1}],
+HASH = "0123456789abcdef0123456789abcdef01234567"
+SECRET_TEXTS = f"""
+<<hf_abcdefghijklmnopqrstuvwxyz>>
+--key <<sk-proj-0123456789abcdefghij>> x
+<<sk-ant-api03-AbCdEf0123456789-AbCdEf_0123>>
+<<wandb_v1_AbCdEf0123456789AbCdEf0123456789>>
+login <<{HASH}>>
+<<ghp_0123456789abcdefghijABCDEFGHIJ012345>>
+<<github_pat_11ABCDEFG0123456789_abcdefghijklmnop>>
+<<glpat-AbCdEf0123456789AbCd>>
+<<xoxb-123456789012-123456789012-AbCdEfGhIj>>
+<<AKIAIOSFODNN7EXAMPLE>>
+http://x/v1?key=<<AIzaSyA0123456789abcdefghijklmnopqrstu>>
+<<nvapi-AbCdEf0123456789AbCdEf0123456789AbCdEf>>
+<<npm_0123456789abcdefghijABCDEFGHIJ012345>>
+<<eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N>>
+Authorization: Bearer <<abc.def-ghi>>
+-H "Authorization: Basic <<dXNlcjpwYXNzd29yZA==>>"
+bearer <<abcdefgh1234>>
+http://<<me:pass>>@host:80/v1
+postgres://<<u:p4ss>>@db/x
+http://x/v1?token=<<abcd>>&n=1
+http://s3/x?X-Amz-Signature=<<0123456789abcdef0123>>&y=1
+WANDB_API_KEY=<<abc>>; run
+aws_secret_access_key = <<wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY>>
+{{'api_key': '<<abc>>', 'n': 1}}
+{{"password":"<<swordfish>>"}}
+password=<<swordfish>>
+password: <<swordfish>>
+The secret: <<9f8e7d6c5b4a>>, keep it
+--password <<swordfish>> --n 1
+--judge-api-key <<abc>> x
+hf_token: <<abc>>"""
+INNOCENT_TEXTS = f"""
+/hub/snapshots/{HASH}/x
+commit {HASH}
+git checkout {HASH}
+revision: "{HASH}"
+sha1={HASH}
+3141592653589793238462643383279502884197
+hf_checkpoint_of_the_run
+risk-averse-task-0123456789-and-more
+sk-learn-based-grader-v2-with-more-words
+sk-large-model-2024-checkpoint
+wandb_v2_run_of_the_week_2024
+xoxb-hugs-and-kisses
+glpat-ient-of-the-day-long
+http://host:80/a@b
+git@github.com:a/b
+eos_token: </s>
+rollout_is=token
+The secret: it is the number 7.
+Tell me the password: "swordfish"
+my_secret = compute()
+credentials: none
+{{"api_key": null}}
+password: str
+access_key: ${{AWS_KEY}}
+OPENAI_API_KEY=$KEY
+session_token=None
+key=os.environ["KEY"]
+api_key_env=JUDGE_KEY
+The bearer certificate-holder wins
+access token: what is it?
+reward.kwargs.secret_word=apple"""
+
+
+def test_forms_of_secrets() -> None:
+    """What is between the marks is redacted, and nothing else, however it is written."""
+    for marked in (SECRET_TEXTS + INNOCENT_TEXTS).strip().splitlines():
+        text, expected = re.sub("<<|>>", "", marked), re.sub("<<.*>>", "<redacted>", marked)
+        assert (redacted(text), visible(text)) == (expected, expected) and shown(text) == repr(redacted(text))
+        assert redacted({"b": (text, 1)}) == {"b": (expected, 1)}
+    given = {
+        "a": [{"password": "x", "n": 1}],
         "eos_token": "</s>",
         "input_key": "q",
         "stop_token_ids": [1],
-        "b": (expected,),
+        "revision": HASH,
     }
+    assert redacted(given) == {**given, "a": [{"password": "<redacted>", "n": 1}]}

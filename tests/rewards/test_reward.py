@@ -65,6 +65,7 @@ def test_further_entries_are_metrics_or_texts() -> None:
     [
         (float("nan"), "the reward is nan, not a finite number"),
         ({"score": float("inf")}, "entry 'score' is inf"),
+        ({"score": 1, "f(x)": 1, "f[x]": 2}, r"'f\(x\)' and 'f\[x\]' are both written as 'f_x_'; rename one"),
         ({"acc": 1.0}, r"a dict without 'score' \(keys: acc\)"),
         (1e308, r"the reward is 1e\+308; it must be between -1e\+09 and 1e\+09: scale it"),
         ({"score": 1.0, **{str(n): n for n in range(66)}}, "returned 67 entries"),

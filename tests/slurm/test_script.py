@@ -284,6 +284,11 @@ def test_rails_are_active_ports(preflight: ModuleType, monkeypatch: pytest.Monke
         (port / "state").write_text("1: DOWN\n" if number == 0 else "4: ACTIVE\n")
     monkeypatch.setattr(preflight, "Path", lambda name: {"/sys/class/infiniband": tmp_path}[name])
     assert preflight.rails() == [400.0] * 6 + [200.0, 100.0]
+    (tmp_path / "mlx5_1/ports/1/rate").write_text("\n")  # some drivers leave it so
+    monkeypatch.setattr(preflight, "gpu_facts", list)
+    assert any(
+        "mlx5_1/ports/1/rate is '\\n'; it should begin" in text for text in preflight.check_node("cuda")["problems"]
+    )
 
 
 @pytest.mark.parametrize(("rails", "speed", "floor"), [(400.0, 150.0, "160"), (25.0, 15.0, "20"), (50.0, 19.0, "20")])
