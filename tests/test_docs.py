@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_megatron.cli.main import COMMANDS, find_command
+from grpo_megatron.cli.main import COMMANDS, find_command, main
 from grpo_megatron.config import Config
 from grpo_megatron.config.options import parse
 from grpo_megatron.config.section import config_keys
@@ -99,6 +100,40 @@ def commands(text: str) -> Iterator[list[str]]:
                     yield [word for word in map(without_brackets, words) if word != "..."]
 
 
+ELSEWHERE = re.compile(
+    r"<!-- not run here: (.+?) -->\n\Z"
+)  # in the page, before a block: why no test of this file runs it
+LANGUAGES = {"python", "yaml", "bash", "text"}
+QUICK = ("keys", "plan examples/")  # commands of this program that need neither a model nor a run
+
+
+def shell_commands(block: str) -> list[str]:
+    lines = re.sub(r"\\\n\s*", "", block).splitlines()
+    return [line.strip().removeprefix("$ ") for line in lines if line.strip() and not line.strip().startswith("#")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shell_block_is_ours_or_says_why_it_is_not_run(name: str) -> None:
+    """A command of this program is parsed below; that of another program has a reason in the page."""
+    text = text_of(name)
+    for block in FENCE.finditer(text):
+        assert block[1] in LANGUAGES, f"{block[1]!r}: a block is one of {sorted(LANGUAGES)}:\n{block[2]}"
+        others = [line for line in shell_commands(block[2]) if not line.startswith(PREFIXES)]
+        if block[1] == "bash" and not ELSEWHERE.search(text, 0, block.start()):
+            assert not others, f"write <!-- not run here: REASON --> before the block of {others}"
+        if block[1] != "bash":
+            assert not any(line.startswith(PREFIXES) for line in shell_commands(block[2])), block[2]
+
+
+@pytest.mark.slow
+def test_quick_commands_of_the_pages_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    quick = {tuple(words) for name in NAMES for words in commands(text_of(name)) if shlex.join(words).startswith(QUICK)}
+    assert quick
+    for words in quick:
+        assert main(list(words)) == 0, (words, capsys.readouterr().err)
+
+
 def without_brackets(word: str) -> str:
     """Of `[section.key=value ...]`, which need not be there."""
     word = word.removeprefix("[")
@@ -131,6 +166,41 @@ def test_every_command_parses(name: str, capsys: pytest.CaptureFixture[str]) -> 
             pytest.fail(f"{shlex.join(words)}: {capsys.readouterr().err}")
 
 
+def printed_texts() -> Iterator[tuple[str, str]]:
+    """Yields (file, text) of each text in the sources of the program but docstrings, with VALUE for what is filled in."""
+    for path in sorted(ROOT.glob("grpo_megatron/**/*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            values = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in parts | docstrings:
+                texts = [str(one.value) if isinstance(one, ast.Constant) else "VALUE" for one in values]
+                yield path.name, "".join(texts)
+    yield "new_config.yaml.jinja", text_of("grpo_megatron/starting/new_config.yaml.jinja")
+
+
+PRINTED = re.compile(r"(`?)(?:python -m grpo_megatron|grpo-megatron) ((?:\\\n|[^`\n])+)")
+
+
+def test_every_command_in_a_message_parses() -> None:
+    """Help, errors and the ends of runs. A message may name a command alone (`convert to-hf`), without what it takes."""
+    seen: set[str] = set()
+    for file, text in printed_texts():
+        for _, line in PRINTED.findall(text):
+            line = re.sub(r"\\\n\s*|(?<=--dry-run)VALUE", "", line)
+            words = shlex.split(re.split(r";|    | < ", line)[0].rstrip(".,:()"), comments=True)
+            if words[:1] in ([], ["VALUE"], ["COMMAND"]):
+                continue
+            words = ["verl" if words[0] == "import" and word == "VALUE" else word for word in words]
+            seen.add(file)
+            try:
+                check_command(words)
+            except SystemExit:
+                assert len(words) <= 2 and words[0] in COMMANDS and not words[-1].startswith("-"), f"{file}: {line}"
+    assert len(seen) > 9, seen
+
+
 def test_a_wrong_command_is_found() -> None:
     text = "```\npython -m grpo_megatron train a.yaml \\\n    rollout.m=3   # a comment\ngrpo-megatron convert to-mega a b\n```"
     first, second = commands(text)
@@ -147,13 +217,7 @@ def test_a_wrong_command_is_found() -> None:
 def config_blocks(text: str) -> Iterator[dict[str, Any]]:
     """The blocks of a page that are sections of a config."""
     for language, block in FENCE.findall(text):
-        if language not in ("", "yaml"):
-            continue
-        try:
-            raw = yaml.safe_load(block)
-        except yaml.YAMLError:
-            assert language != "yaml", f"a block that is marked as YAML is none:\n{block}"
-            continue
+        raw = yaml.safe_load(block) if language == "yaml" else None
         if isinstance(raw, dict) and raw and set(raw) <= set(Config.model_fields):
             yield raw
 

@@ -55,6 +55,7 @@ class McpTools(ToolEnvironment):
         self._command, self._url, self._only = list(command), url, list(only)
         self._variables = {name: os.environ[name] for name in pass_env}
         self._format, self._max_parallel_calls = format, max_parallel_calls
+        self._tools: dict[str, Tool] = {}  # the server names them at the start of a trajectory
         self._lost = ""  # why the server does not answer any more
         self._junk: Any = None  # what the server has written that is no message
 

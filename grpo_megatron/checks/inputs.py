@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from grpo_megatron.algo.losses import policy_losses
-from grpo_megatron.checks.components import CheckedEnvironment, SourceFiles, reward_name, sources_of
+from grpo_megatron.checks.components import CheckedEnvironment, SourceFiles, grades_itself, reward_name, sources_of
 from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
@@ -192,7 +192,7 @@ def read_train_prompts(
     for source in sources_of(config):
         reward = source.reward or reward_name(config.reward) if config.has_rule else BY_MODEL
         key = "data.train_files" if source.name is None else f"{source.key}.files"
-        prompts = _read_prompts(source, key, source.files, tokenizer, environment, reward, is_plan=is_plan)
+        prompts = _read_prompts(config, source, key, source.files, tokenizer, environment, reward, is_plan=is_plan)
         if source.name is not None and prompts:
             parts.append(SourcePrompts(source.name, prompts, source.weight or len(prompts)))
     if config.data.sources:
@@ -211,11 +211,12 @@ def _read_val_prompts(config: Config, tokenizer: Any | None, environment: Checke
     for source in sources_of(config):
         key = "data.val_files" if source.name is None else f"{source.key}.val_files"
         reward, most = source.reward or reward_name(config.reward), config.data.val_max_samples
-        prompts += _read_prompts(source, key, source.val_files, tokenizer, environment, reward, most)
+        prompts += _read_prompts(config, source, key, source.val_files, tokenizer, environment, reward, most)
     return prompts
 
 
 def _read_prompts(
+    config: Config,
     source: SourceFiles,
     key: str,
     files: Sequence[Path],
@@ -226,7 +227,7 @@ def _read_prompts(
     is_plan: bool = False,
 ) -> Sequence[Prompt]:
     renderer = environment.renderer if environment else None
-    named = "" if environment and environment.gives_rewards else reward
+    named = "" if grades_itself(config) else reward
 
     def load() -> Sequence[Prompt]:
         return load_prompts(

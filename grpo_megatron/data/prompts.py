@@ -13,6 +13,7 @@ import logging
 import math
 import unicodedata
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,13 +27,14 @@ from grpo_megatron.data.images import IMAGE_MARK, has_images
 from grpo_megatron.data.rows import Messages, Question, RowSet
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
-from grpo_megatron.data.tokenizer import TurnRenderer, render_chat
+from grpo_megatron.data.tokenizer import TurnRenderer, render_chat, tokenizer_classes
 from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
 
 logger = logging.getLogger(__name__)
 
 SAMPLED_FROM = 200_000  # rows from which on a plan measures a sample
+CHECKED = 32  # first prompts that the tokenizer is tried on
 SAMPLED_PER_CHUNK = 8  # prompts of each chunk of rows
 
 ParsedRow = tuple[Question, str, str, dict[str, Any]]  # question, answer, reward, row
@@ -186,7 +188,7 @@ class RowRenderer:
     def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
         """Tell for each (row number, question) whether its prompt has at most data.max_prompt_length tokens."""
         if questions and questions[0][0] == 0:
-            self._check_tokenizer(self.text(*questions[0]))
+            self._check_tokenizer([self.text(*question) for question in questions[:CHECKED]])
         sizes = self.rows.image_sizes
         fits = [number not in sizes and self.bound.fits(question) for number, question in questions]
         unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
@@ -195,12 +197,21 @@ class RowRenderer:
             fits[place] = len(self._expanded(questions[place][0], ids)[0]) <= self.data.max_prompt_length
         return fits
 
-    def _check_tokenizer(self, text: str) -> None:
-        """Warn if the tokenizer loses text."""
-        back = self.tokenizer.decode(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
-            name = type(self.tokenizer).__name__
-            logger.warning("the tokenizer (%s) turns %r into %r", name, text[:120], back[:120])
+    def _check_tokenizer(self, texts: list[str]) -> None:
+        """Warn of the first prompt of which the tokenizer loses text."""
+        for text, ids in zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+            back = self.tokenizer.decode(ids)
+            if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
+                lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
+                logger.warning(
+                    "the tokenizer (%s) turns %r into %r%s; if its class does not fit its files, correct tokenizer_class in"
+                    " tokenizer_config.json, or set model.tokenizer_path",
+                    tokenizer_classes(self.tokenizer),
+                    text[:120],
+                    back[:120],
+                    f", without {lost!r}" if lost else "",
+                )
+                return
 
 
 def _letters(text: str) -> str:
@@ -345,7 +356,10 @@ def encode_prompts(texts: Sequence[str], tokenizer: Any, *, is_chat: bool) -> li
         encoded = [ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids for ids in encoded]
     for text, ids in zip(texts, encoded, strict=True):
         if not ids:
-            raise ConfigError(f"the tokenizer makes no token of the prompt {text[:80]!r}")
+            raise ConfigError(
+                f"the tokenizer ({tokenizer_classes(tokenizer)}) makes no token of the prompt {text[:80]!r}; name one that has"
+                " its characters with model.tokenizer_path"
+            )
     return encoded
 
 

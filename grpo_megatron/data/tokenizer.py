@@ -73,6 +73,13 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
     return tokenizer
 
 
+def tokenizer_classes(tokenizer: Any) -> str:
+    """Names the class that transformers has loaded, and the one that the folder's files were saved with, if they say so."""
+    loaded, folder = type(tokenizer).__name__, tokenizer.name_or_path
+    saved = _saved_class(Path(folder)) if folder else ""
+    return f"saved as {saved}, loaded as {loaded}" if saved else loaded
+
+
 def _saved_class(folder: Path) -> str:
     """Read the class in tokenizer_config.json, without "Fast", which names the same tokenizer; "" where there is none."""
     file = folder / "tokenizer_config.json"

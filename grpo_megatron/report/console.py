@@ -310,8 +310,8 @@ class Summary:
             else:
                 sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
-            ask = f"python -m grpo_megatron generate --model {shlex.quote(str(folder))}"
-            sinks.note(f"to ask it:   {ask}{' --image FILE' if reads_images else ''} --prompt TEXT")
+            asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
+            sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
 
     def _rows(self) -> list[list[object]]:
         """Lists name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""

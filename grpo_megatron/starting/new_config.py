@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import jinja2
 
+from grpo_megatron.checks.components import grades_itself
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
@@ -43,6 +44,10 @@ class InitOptions(Options):
     train: Annotated[tuple[str, ...], Option("training rows", "FILE")]
     val: Annotated[tuple[str, ...], Option("held-out rows", "FILE")] = ()
     reward: Annotated[str | None, Option("your own reward, instead of the task's", "MODULE:FUNCTION")] = None
+    environment: Annotated[
+        str | None,
+        Option("answers the model's turns: `tools`, `command` or your own class", "MODULE:CLASS"),
+    ] = None
     cpu: Annotated[bool, Option(f"train on this machine's CPU, on {CPU_RANKS} ranks")] = False
     gpus: Annotated[int, Option(f"GPUs of all nodes (default {PER_NODE})", "N", ge=1, le=999_999)] = PER_NODE
     gpus_per_node: Annotated[int, Option(f"GPUs per node (default {PER_NODE})", "N", ge=1, le=999_999)] = PER_NODE
@@ -204,10 +209,6 @@ def write_config(options: InitOptions) -> int:
             f"MODEL {str(options.model)!r}: {error}; name a Hugging Face folder of a supported model"
         ) from error
     machine = _machine(options)
-    if options.reward is None and not get_task(options.task).graders:
-        raise ConfigError(
-            f"task {options.task} does not grade answers; name your function with --reward my_module:reward"
-        )
     try:
         data = DataConfig(chat_template=options.chat_template)
         has_template = load_tokenizer(folder, data).chat_template is not None
@@ -215,6 +216,16 @@ def write_config(options: InitOptions) -> int:
         raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
     text = config_text(options, arch, machine, has_template)
+    if options.reward is None and not (get_task(options.task).graders or grades_itself(_config(text))):
+        raise ConfigError(
+            f"task {options.task} does not grade answers; name your function with --reward my_module:reward, or an environment"
+            " that gives rewards with --environment my_module:Class"
+        )
+    if options.environment and not has_template:
+        raise ConfigError(
+            f"--environment {options.environment}: the tokenizer has no chat template, which turns are rendered by; name one"
+            " with --chat-template (ChatML with tools: examples/templates/chatml_tools.jinja)"
+        )
     if machine.gpu is not None:
         text = config_text(options, arch, machine, has_template, suggest(_config(text), arch, machine))
     validate(_config(text), machine.ranks, dry_run=True, rehearsed=True)

@@ -25,7 +25,7 @@ def config(*components: dict[str, Any], task: str = "gsm8k", **reward: Any) -> C
 
 
 def test_the_example_of_the_docs_is_accepted() -> None:
-    example = DOCS.read_text().partition("## Sums of several")[2].split("```")[1]
+    example = DOCS.read_text().partition("## Sums of several")[2].split("```yaml")[1].split("```")[0]
     made = Config.model_validate({"model": {"path": "m"}, **parse_yaml(example)})
     assert texts(reward_name_problems(made)) == []
     assert [part["function"] for part in resolved_components(made)] == [

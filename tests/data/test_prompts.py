@@ -21,6 +21,7 @@ from grpo_megatron.data.rows import Question
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.starting.generated import build_tokenizer
 from tests.files import DATA, QWEN_SMALL, WHOLE, load_supervised, row_files
+from tests.runs import write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CHATML = ROOT / "examples" / "templates" / "chatml.jinja"
@@ -64,8 +65,13 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     with pytest.raises(ValueError, match="2 of 5 prompts are longer .*data.filter_overlong_prompts=true"):
         load_prompts(strict, [file], tokenizer)
     caplog.clear()
-    load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", {"prompt": "Paul has 2", "answer": "2"}), tokenizer)
-    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2'" in caplog.text
+    rows = [{"prompt": text, "answer": "2"} for text in ("1+1", "Paul has 2")]
+    load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", *rows), tokenizer)
+    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2', without 'Paul'; if its class" in caplog.text
+    write_tokenizer(tmp_path / "words")  # transformers loads words of plain files by the class of config.json
+    (tmp_path / "words" / "config.json").write_text('{"model_type": "qwen2"}')
+    load_prompts(PLAIN, [tmp_path / "val.jsonl"], load_tokenizer(tmp_path / "words", PLAIN))
+    assert "the tokenizer (saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'Paul has 2'" in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 
@@ -213,7 +219,16 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None
     data = PLAIN.model_copy(update={"max_prompt_length": 8 + BOUNDARY})
     prompts = load_prompts(data, [file], tokenizer)
     lengths = [len(text) for text in tokenizer.texts]
-    assert lengths == [7, 1, 8, 40, 41]  # the check of the first text, the stand-in, rows that may be too long
+    assert lengths == [
+        7,
+        8,
+        40,
+        41,
+        1,
+        8,
+        40,
+        41,
+    ]  # the check of the first texts, the stand-in, rows that may be too long
     assert [len(prompt.text) for prompt in prompts] == [7, 8, 40]
     tokenizer.texts.clear()
     assert len(prompts[0].prompt_ids) == 7 and prompts[0].prompt_ids and tokenizer.texts == ["1" * 7]
@@ -221,7 +236,7 @@ def test_only_prompts_that_may_be_too_long_are_tokenised(tmp_path: Path) -> None
     rows = [{"prompt": "1", "response": "2" * length} for length in (1, 9, 10)]
     data = PLAIN.model_copy(update={"max_response_length": 10})
     groups = load_offline_groups(data, row_files(tmp_path / "b.jsonl", *rows), tokenizer, {"response": 1.0})
-    assert tokenizer.texts == ["1", "1", "2" * 10] and len(groups) == 2
+    assert tokenizer.texts == ["1", "1", "1", "1", "2" * 10] and len(groups) == 2
 
 
 @pytest.mark.parametrize(

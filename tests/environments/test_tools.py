@@ -253,7 +253,7 @@ def test_the_environment_of_the_documentation() -> None:
     """docs/agents.md: its file, word for word, played for three turns."""
     text = (Path(__file__).parents[2] / "docs/agents.md").read_text()
     names: dict[str, Any] = {}
-    exec(text.partition("```python\n")[2].partition("```")[0], names)
+    exec("import re\n" + text.partition("```python\nimport re\n")[2].partition("```")[0], names)
     played = names["Guess"]()
     assert played.gives_rewards
     row = {"prompt": "Guess a number from 1 to 9.", "answer": "4"}
