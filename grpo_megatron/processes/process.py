@@ -241,13 +241,13 @@ def metric_name(name: object) -> str:
 
 def by_metric_name(values: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the values by `metric_name`. Raises ValueError where two names become one."""
-    written: dict[str, Any] = {}
+    written: dict[str, Any] = {}  # name -> what it was
     for key in values:
         if (other := written.setdefault(name := metric_name(key), key)) is not key:
             raise ValueError(
                 f"{str(other)[:MAX_NAME]!r} and {str(key)[:MAX_NAME]!r} are both written as {name!r}; rename one"
             )
-    return dict(zip(written, values.values(), strict=True))
+    return {name: values[key] for name, key in written.items()}
 
 
 def valid_text(text: str) -> str:
