@@ -287,6 +287,5 @@ def test_an_export(model: Path, tmp_path: Path) -> None:
     for (outcome, names), failure in zip(first, EXPORT, strict=False):
         check(outcome, failure)
         assert names == [], failure
-    assert "raise ulimit -f" in first[-2][0]
     assert first[-2][0].startswith("RankError: rank 0: cannot write") and "File too large" in first[-2][0]
     assert first[-2][1] == [] and first[-1] == ("saved", ["hf"])
