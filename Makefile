@@ -85,10 +85,16 @@ test-vllm026: $(VENV026)/.installed
 	$(VENV026)/bin/python $(PYTEST) -m "not soak and (not slow or both_stacks)" $(ON_BOTH:%=tests/%)
 
 # Not in .venv, whose vLLM is for the CPU: in an environment of a GPU lock (requirements/install.sh), or one like it.
+# Without its packages make says so, in place of Python's traceback.
+NEEDS_LOCK = @$(GPU_PYTHON) -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, ("torch", "megatron", "pytest"))))' \
+	|| { echo "error: $(GPU_PYTHON) has no torch, Megatron-Core or pytest: make $@ GPU_PYTHON=VENV/bin/python, with a VENV by requirements/install.sh" >&2; exit 2; }
+
 test-gpu:
+	$(NEEDS_LOCK)
 	@failed=0; for file in tests/gpu/test_$(GROUP)*.py; do $(GPU_PYTHON) -m pytest $$file || failed=1; done; exit $$failed
 
 test-gpu-hour:
+	$(NEEDS_LOCK)
 	@$(GPU_PYTHON) -m tools.benchmarks hour $(HOUR)
 
 soak: $(INSTALLED)

@@ -78,8 +78,12 @@ def toys(folder: Path) -> list[dict[str, float]]:
     return [case.function(folder, **case.arguments) for case in chosen]
 
 
-def test_cases_of_the_hour_run_here(tmp_path: Path) -> None:
-    """The first; make soak has all. The arguments of the others fit their functions."""
+def test_cases_of_the_hour_run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first; make soak has all. The arguments of the others fit their functions. An unknown part is refused."""
+    hour.add_arguments(parser := argparse.ArgumentParser())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--parts", "ax"])
+    assert "no part x: the parts are abcdefg" in capsys.readouterr().err
     for _, cases in hour.PARTS.values():
         for case in cases:
             inspect.signature(case.function).bind(tmp_path, **case.arguments)

@@ -62,7 +62,7 @@ LOOPBACK = {  # for a host without network: it may not resolve its own name, and
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_USE_DEEP_GEMM": "0",  # it compiles at first use
+    "VLLM_USE_DEEP_GEMM": "0",  # it compiles at first use; test_4_quantized.py turns it on
 }
 LIMIT_S = 400.0  # of one world of ranks
 _figures: dict[str, Any] = {"device": "", "tests": {}}  # test -> outcome, seconds, reason, figure -> (value, unit)

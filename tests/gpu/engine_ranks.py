@@ -106,7 +106,8 @@ def cycles(
     )
     colocation.probe.dtype = "fp8" if "quantization" in rollout else "bfloat16"
     out: dict[str, Any] = {"runner": runner_name(engine), "gaps": [], "asleep": [], "awake": []}
-    out |= {"sync_s": [], "attest_s": [], "kept": []}
+    deep_gemm: Any = importlib.import_module("vllm.utils.deep_gemm")
+    out |= {"sync_s": [], "attest_s": [], "kept": [], "DeepGEMM": deep_gemm.is_deep_gemm_supported()}
     for version in range(count):
         metrics = Metrics(policy.device.synchronize)
         with colocation.rollout(version, metrics):
