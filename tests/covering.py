@@ -20,10 +20,16 @@ def module_of(path: Path) -> str:
 
 
 @cache
+def tree(path: Path) -> ast.Module:
+    """Returns the syntax of a file, which is parsed once."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
 def imports_of(module: str) -> frozenset[str]:
     """Modules of the package and of tests/ that a module of tests/ imports, in functions too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(source_of(module).read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(source_of(module))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

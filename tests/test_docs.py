@@ -201,16 +201,6 @@ def test_every_command_in_a_message_parses() -> None:
     assert len(seen) > 9, seen
 
 
-def test_a_wrong_command_is_found() -> None:
-    text = "```\npython -m grpo_megatron train a.yaml \\\n    rollout.m=3   # a comment\ngrpo-megatron convert to-mega a b\n```"
-    first, second = commands(text)
-    assert first == ["train", "a.yaml", "rollout.m=3"]
-    with pytest.raises(AssertionError, match=r"no key 'rollout\.m'"):
-        check_command(first)
-    with pytest.raises(SystemExit):
-        check_command(second)
-
-
 # -- blocks of a config ------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from tests import conftest
-from tests.covering import covering
+from tests.covering import covering, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "grpo_megatron"
@@ -81,7 +81,7 @@ ANYWHERE = {"numpy", "torch", "psutil"}  # outside the rooms without torch, and 
 def imported(path: Path) -> frozenset[str]:
     """Full names of all modules that a file imports; for `from package import module` the module, not the package."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -176,7 +176,7 @@ def test_only_device_py_knows_the_device() -> None:
     for module in SOURCES:
         if module in ("device", "config.trainer") or module.startswith("migration."):
             continue
-        for node in ast.walk(ast.parse(SOURCES[module].read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(SOURCES[module])):
             where = f"{module}:{getattr(node, 'lineno', 0)}"
             used = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             if used.endswith((".cuda", ".is_available")) and used != "dist.is_available":
@@ -193,7 +193,7 @@ def test_files_are_ascii_and_have_a_header() -> None:
         text = path.read_text(encoding="utf-8")
         if not text.isascii():
             wrong.append(f"{path} is not ASCII")
-        if text and (PACKAGE in path.parts or path.name.startswith("test_")) and not ast.get_docstring(ast.parse(text)):
+        if text and (PACKAGE in path.parts or path.name.startswith("test_")) and not ast.get_docstring(tree(path)):
             wrong.append(f"{path} has no header")
         if path.stem in ("utils", "helpers", "common", "misc"):
             wrong.append(f"{path}: name the file for what it holds")
@@ -209,7 +209,7 @@ def test_the_docstring_of_a_room_names_its_files() -> None:
     """Each file by its stem, and no file that has gone."""
     wrong = []
     for front in sorted((ROOT / PACKAGE).glob("*/**/__init__.py")):
-        room, text = front.parent, ast.get_docstring(ast.parse(front.read_text(encoding="utf-8"))) or ""
+        room, text = front.parent, ast.get_docstring(tree(front)) or ""
         stems = {path.stem for path in room.glob("*.py")} - {"__init__"}
         missing = [stem for stem in stems if not re.search(rf"\b{stem}\b", text)]
         gone = [name for name in re.findall(r"(?<![\w/])(\w+)\.py\b", text) if name not in stems]
@@ -221,7 +221,7 @@ def test_the_docstring_of_a_room_names_its_files() -> None:
 def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
     wrong = []
     for module, path in SOURCES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
                 first = (ast.get_docstring(node) or "").split(" ")[0]
                 if first in ("What", "Whether", "Of", "Those", "Whose"):
@@ -247,7 +247,7 @@ def public_names(path: Path) -> set[str]:
     A registered function is found under its registered name: a task and its reward may both be `gsm8k`.
     """
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for node in tree(path).body:
         if isinstance(node, ast.FunctionDef):
             if not any("register(" in ast.unparse(decorator) for decorator in node.decorator_list):
                 names.add(node.name)
@@ -273,7 +273,7 @@ def test_a_public_function_or_class_says_what_it_is() -> None:
     """The sentence of a docstring, for what other files may call. One-line properties and overrides need none."""
     wrong = []
     for module, path in SOURCES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in tree(path).body:
             if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name.startswith("_"):
                 continue
             if not ast.get_docstring(node):

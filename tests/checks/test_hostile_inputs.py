@@ -172,7 +172,7 @@ def test_a_hostile_task_file_is_refused(tmp_path: Path, content: str, expected: 
 
 
 TEMPLATES = {
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it took more than 2 s of processor time",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "it took more than 0.2 s of processor time",
     "{% set n = namespace(x='ab') %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "it takes 2 GiB or more",
     "{{ 'a' * 20000000 }}": "makes 20,000,000 characters of row 1; at most 16,777,216",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
@@ -181,7 +181,9 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda text: text[:40])
-def test_a_hostile_chat_template_is_refused(folder: Path, template: str) -> None:
+def test_a_hostile_chat_template_is_refused(folder: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "9999" in template:
+        monkeypatch.setattr("grpo_megatron.data.tokenizer.TEMPLATE_S", 0.2)
     tokenizer = load_tokenizer(folder, DataConfig())
     tokenizer.chat_template = template
     message = refusal(render_chat, [{"role": "user", "content": "1 + 1 ="}], tokenizer, "row 1")

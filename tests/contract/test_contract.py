@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from grpo_megatron.rollout.vllm.versions import SERIES
 from tests.contract.installed import problem, undefined_names
 from tests.contract.record import OURS, RECORDED, all_uses, package_of, uses_of
 from tests.contract.table import FIELDS, NOT_IN_TE, OBJECTS, ONLY_IN, UNDEFINED_WITHOUT_TE
-from tests.contract.uses import collect
 from tests.worlds import ranks
 
 RECORD: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text())
@@ -96,31 +94,6 @@ def test_names_that_megatron_leaves_undefined_without_the_engine_are_known(found
     bound = [target.split(":")[1] for target, reason in UNDEFINED_WITHOUT_TE.items() if reason == "BOUND"]
     text = "".join(path.read_text() for path in OURS.rglob("*.py"))
     assert bound and all(f'"{name}"' in text for name in bound)
-
-
-WRONG = {
-    "self._llm.generat([])": "LLM has no generat",
-    "self._llm.generate([], use_tqdmm=False)": "takes no argument ['use_tqdmm']",
-    "self._sampling_params(max_token=1)": "takes no argument ['max_token']",
-    "from vllm.config import NoConfig": "vllm.config has no NoConfig",
-    "import vllm.no_module": "there is no module vllm.no_module",
-    "from megatron.core.optimizer import OptimizerConfig\nOptimizerConfig(lrr=1)": "takes no argument ['lrr']",
-    "from megatron.core import parallel_state\nparallel_state.get_rank()": "has no get_rank",
-    "from megatron.core.utils import divide\ndivide(1)": "also needs ['denominator']",
-    "from megatron.core.utils import divide\ndivide(1, 2, 3)": "takes 2 positional arguments, and we pass 3",
-}
-
-
-@pytest.mark.slow
-def test_a_wrong_use_is_found(tmp_path: Path) -> None:
-    (tmp_path / "rollout/vllm").mkdir(parents=True)
-    uses = {}
-    for line in WRONG:
-        (tmp_path / "rollout/vllm/engine.py").write_text(line)
-        uses[line] = list(collect(tmp_path))
-    problems = findings(uses=[use for some in uses.values() for use in some])[0][0]
-    for line, expected in WRONG.items():
-        assert any(expected in problems.get(use, "") for use in uses[line]), (line, problems)
 
 
 def test_the_table_names_what_is_in_our_code() -> None:

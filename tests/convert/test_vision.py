@@ -117,7 +117,9 @@ def check_servers_read(folder: Path, model: Path) -> None:
     assert AutoTokenizer.from_pretrained(folder).chat_template == vision.TEMPLATE
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "TP2+SP"), ("qwen2_vl", "PP2")])
+@pytest.mark.parametrize(
+    ("family", "layout"), [pytest.param("qwen2_5_vl", "TP2+SP", marks=pytest.mark.soak), ("qwen2_vl", "PP2")]
+)
 def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_path: Path) -> None:
     """The export at the end, and `to-hf` of the step: the same bits, all of them used, and the processor's files."""
     model = vision.make_model(tmp_path / "model", family)

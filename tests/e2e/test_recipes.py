@@ -277,7 +277,6 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
 @pytest.mark.parametrize(
     ("family", "only"),
     [
-        ("qwen2", "dapo_qwen25_32b"),
         ("qwen2_5_vl", ""),
         *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe")),
     ],

@@ -88,7 +88,7 @@ def texts(step: Step) -> list[str]:
     return [message["content"] for message in step.messages]
 
 
-@pytest.mark.parametrize("transport", ["stdio", "http"])
+@pytest.mark.parametrize("transport", ["stdio", pytest.param("http", marks=pytest.mark.soak)])
 def test_tools_of_an_mcp_server(play: Callable[..., list[Outcome]], serve: Callable[..., str], transport: str) -> None:
     server = AGENTS / "mcp_server.py"
     by_url = {"url": f"{serve(sys.executable, server)}/mcp"} if transport == "http" else {}

@@ -82,10 +82,9 @@ def test_two_turns_with_a_tool(imports: list[str]) -> None:
         ("streams", ["one"]),
         ("responses", [CALL, "two", "three"]),
         ("completions", ["one", "two"]),
-        ("token_ids", ["one", "two"]),
+        pytest.param("token_ids", ["one", "two"], marks=pytest.mark.soak),
         ("refused", ["one"]),
-        ("forged", ["one"]),
-        ("leaves_a_child", ["one"]),
+        *(pytest.param(name, ["one"], marks=pytest.mark.soak) for name in ("forged", "leaves_a_child")),
     ],
 )
 def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
@@ -102,13 +101,13 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "turns", "status", "message"),
     [
-        ("silent", 0, "raised", "has ended without a request"),
+        pytest.param("silent", 0, "raised", "has ended without a request", marks=pytest.mark.soak),
         pytest.param("hangs", 0, "timeout", "3 s", marks=pytest.mark.soak),
         ("hangs_later", 1, "timeout", "3 s"),
         pytest.param("lists", 1, "timeout", "3 s", marks=pytest.mark.soak),
         ("large", 0, "raised", "exit code 1"),
         ("flood", 0, "flooded", "200 of its requests were refused"),
-        ("crashes", 1, "raised", "signal SIGABRT"),
+        pytest.param("crashes", 1, "raised", "signal SIGABRT", marks=pytest.mark.soak),
         ("raises, forked", 1, "raised", "exit code 1 (last output: ZeroDivisionError: division by zero)"),
         pytest.param("talks", 1, "flooded", "has printed more than", marks=pytest.mark.soak),
         pytest.param("both_at_once", 1, "raised", "exit code 1", marks=pytest.mark.soak),

@@ -219,7 +219,9 @@ def test_rows_with_columns_of_probability_zero(results: dict[str, Any], dtype: s
     assert all(tensor[3].isnan() for tensor in (lse, entropy)) and gradient[3].isnan().all()
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [(80, "bf16"), (90, "bf16"), (100, "fp32")])
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [pytest.param(80, "bf16", marks=pytest.mark.soak), (90, "bf16"), (100, "fp32")]
+)
 def test_kernels_compile_and_pass_once_over_their_input(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, dtype: str
 ) -> None:

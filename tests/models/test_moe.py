@@ -302,7 +302,7 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
     ("model", "layout", "rollout_tp", "rollout_ep"),
     [
         (3, "1", 1, 1),
-        (2, "EP2xDP2", 2, 2),
+        pytest.param(2, "EP2xDP2", 2, 2, marks=pytest.mark.soak),
         (0, "EP2xDP2", 2, 1),
         (4, "PP2", 2, 2),
         pytest.param(0, "TP2+SP", 1, 1, marks=pytest.mark.soak),

@@ -55,7 +55,7 @@ def trained(folder: Path, layout: Layout, megatron: dict[str, Any], dtype: str =
 @pytest.mark.parametrize(
     ("layout", "megatron"),
     [
-        ("TP2xPP2+SP", {"override_transformer_config": RECOMPUTE}),
+        ("PP2", {"override_transformer_config": RECOMPUTE}),
         pytest.param("TP2+SP", {"override_transformer_config": SELECTIVE}, marks=pytest.mark.soak),
     ],
     ids=["full recompute", "selective recompute"],

@@ -466,6 +466,7 @@ def expected_ends(response: list[int]) -> list[int]:
     return [*ends, len(response) - 1] if has_text or not ends else ends
 
 
+@pytest.mark.soak
 def test_iterations_are_the_same_in_every_layout(language_model: Path) -> None:
     """Steps 0 and 1 are rewarded by rules, 2 and 3 by the model trained on their pairs. Its second training has replay."""
     want = loop(1, folder=language_model, layout=LAYOUTS["1"], during=range(4))[0]

@@ -326,7 +326,7 @@ def test_bfloat16_keeps_the_angles_of_the_tower_in_float32(models: dict[str, Pat
         assert (found["logprobs"][row, : len(response)] - want).abs().mean() < 0.1  # 0.03 (measured)
 
 
-@pytest.mark.parametrize("mode", ["merged", "split"])
+@pytest.mark.parametrize("mode", ["merged", pytest.param("split", marks=pytest.mark.soak)])
 def test_adapters_of_the_decoder_learn_beside_a_frozen_tower(
     models: dict[str, Path], expected: dict[str, Any], mode: str
 ) -> None:
@@ -343,6 +343,7 @@ def test_adapters_of_the_decoder_learn_beside_a_frozen_tower(
     close_rows(results[0]["after"], logprobs_of(models["qwen2_5_vl"], results[0]["weights"]))
 
 
+@pytest.mark.soak
 def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tmp_path: Path) -> None:
     """Three updates with a trained tower: each in another layout, from the checkpoint of the one before, or on one rank."""
     weights = []
@@ -361,7 +362,9 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
 
 
 @pytest.mark.both_stacks
-@pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.soak), "TP2", "TP2+SP", "PP2"])
+@pytest.mark.parametrize(
+    "layout", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("1", "TP2")), "TP2+SP", "PP2"]
+)
 def test_the_transformers_engine_computes_what_the_policy_does(models: dict[str, Path], layout: str) -> None:
     """After each of three syncs of a policy whose tower is trained. Samples are those of each request alone.
 

@@ -258,7 +258,9 @@ def test_a_worker_lost_between_two_calls_is_replaced(pool: RewardPool) -> None:
     assert {result.status for result in pool.grade([("user_reward:reward", "1", "")] * 20)} == {"ok"}
 
 
-@pytest.mark.parametrize("completion", ["daemon", "naked daemon", "daemon, then exit"])
+@pytest.mark.parametrize(
+    "completion", [*(pytest.param(c, marks=pytest.mark.soak) for c in ("daemon", "daemon, then exit")), "naked daemon"]
+)
 def test_what_a_reward_has_started_is_killed_with_it(impatient_pool: RewardPool, completion: str) -> None:
     """A daemon has its own session and has lost its parent. "naked": it has an empty environment, too."""
     (result,) = _grade_among_good(impatient_pool, completion)
@@ -291,7 +293,7 @@ def test_a_closed_pool_leaves_no_process_and_refuses_work(user_module: str) -> N
         pool.grade([])
 
 
-@pytest.mark.parametrize("completion", ["1", "announced regex"])
+@pytest.mark.parametrize("completion", [pytest.param("1", marks=pytest.mark.soak), "announced regex"])
 def test_workers_die_with_a_killed_parent(user_module: str, completion: str) -> None:
     """The parent prints the id of its worker, then the worker idles or hangs; the parent's SIGKILL must end both."""
     script = textwrap.dedent("""

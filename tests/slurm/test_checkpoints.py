@@ -175,6 +175,7 @@ RUN = """
 """
 
 
+@pytest.mark.soak  # cli/test_main.py has a signal to the launcher of two
 def test_a_command_of_one_process_ends_with_75_and_no_error_message(tmp_path: Path) -> None:
     """tests/cli/test_main.py has several."""
     stand_in_trainer(tmp_path, RUN)

@@ -157,7 +157,7 @@ FAULTS: dict[str, Callable[[World, Given, int, str], Tensor | None]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * ("experts" in n)) for n in WORLDS])
 def test_every_fault_of_every_tensor_is_named(name: str) -> None:
     world = make(name)
     expected, given = expected_of(world), Ranks(world).sync()
@@ -178,7 +178,7 @@ def test_every_fault_of_every_tensor_is_named(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.soak] * ("experts" in n)) for n in WORLDS])
 def test_a_bit_that_flips_on_the_way_is_found_in_every_message(name: str) -> None:
     world = make(name)
     expected, ranks = expected_of(world), Ranks(world)

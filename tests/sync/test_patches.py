@@ -164,8 +164,10 @@ LAYOUTS = [  # family, layout, layers of each stage, rollout ep
 ]
 
 
-@pytest.mark.parametrize(("family", "grid", "sizes", "rollout_ep"), LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("family", "grid", "sizes", "rollout_ep", "dtype"),
+    [(*layout, (torch.bfloat16, torch.float32)[number % 2]) for number, layout in enumerate(LAYOUTS)],
+)
 def test_other_layouts_are_lossless(
     family: str, grid: Grid, sizes: list[int], rollout_ep: int, dtype: torch.dtype
 ) -> None:
@@ -239,8 +241,7 @@ FAULTS: dict[str, Callable[[Key, dict[Key, Tensor]], Fault]] = {
 }
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["counts", "patches"])
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(("name", "place"), [(name, number % 2) for number, name in enumerate(FAULTS)])
 def test_a_wrong_patch_is_refused_and_the_next_sync_is_full(name: str, place: int) -> None:
     """From rank 0 to rank 2, over the border of the nodes: the counts, or the patches of the first round."""
     ranks = small_ranks(budget=1 << 14)

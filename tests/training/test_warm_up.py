@@ -67,7 +67,7 @@ def test_it_notes_its_progress_and_its_end(tmp_path: Path, capsys: pytest.Captur
     assert notes[-1].startswith("warm-up    25/25  loss 25.0000  lr 5.00e-01")
 
 
-@pytest.mark.parametrize("stop_after", [2, 5])
+@pytest.mark.parametrize("stop_after", [pytest.param(2, marks=pytest.mark.soak), 5])
 def test_a_run_that_ends_in_the_warm_up_goes_on_from_there(tmp_path: Path, stop_after: int) -> None:
     """The same rows, updates and logged steps as without the stop; after the last of the five steps none is left."""
     whole, events = run(tmp_path / "whole", 5)
