@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,17 @@ def test_an_imported_config_names_the_nearest_method(tmp_path: Path, capsys: pyt
 def test_the_table_of_the_docs_is_made_of_the_blocks() -> None:
     table = methods_table(DEFAULTS)
     assert table in (ROOT / "docs/algorithms.md").read_text(), f"put this table there:\n\n{table}"
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("<think>8+3=11,1+7+1=9</think><answer>91</answer>", [(13, 1.0), (21, 1.0), (48, 1.0)]),
+        ("<think>8+3=12,1+7+1=9</think><answer>92</answer> ", [(13, 0.0), (21, 1.0), (48, 0.0)]),
+        ("8+3=11,1+7+1=9", [(6, 1.0), (14, 0.0)]),  # a sum that ends with the response: the answer's reward alone
+        (" ", []),
+    ],
+)
+def test_the_rule_for_single_steps_of_grpo_process(text: str, steps: list[tuple[int, float]]) -> None:
+    rule = runpy.run_path(str(ROOT / "examples/methods/sum_steps.py"))["reward"]
+    assert rule(text, "91")["steps"] == steps
