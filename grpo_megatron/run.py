@@ -47,6 +47,7 @@ from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.placement import build_placement, join_world, with_engine_sequences
 from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.stopping import Cadence
+from grpo_megatron.training.trace import Trace
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Prompt, Sample
 
@@ -76,6 +77,7 @@ class Run:
         self._verbs = contextlib.ExitStack()  # is inside `rollout` while samples are generated
         self._is_synced = self._has_stepped = False
         self._num_prompts = self._num_rounds = 0  # sampled since the last batch; calls of `sample` since the last sync
+        self.trace: Trace | None = None  # a Trainer's
         self._last_pass: tuple[Batch, list[list[int]], MetricSums] | None = None
 
     def __enter__(self) -> Run:
@@ -399,7 +401,14 @@ class Run:
     def _step(self) -> float:
         """Make the optimizer step if the guards allow it. Returns the gradient's norm, or infinity."""
         assert self._last_pass is not None
-        norm = self.policy.optim_step(partial(self.guards, *self._last_pass))
+        guard = partial(self.guards, *self._last_pass)
+
+        def allows(norm: float) -> bool:
+            if self.trace is not None:
+                self.trace.gradients(norm)
+            return guard(norm)
+
+        norm = self.policy.optim_step(allows)
         self._last_pass, self._has_stepped = None, True
         return norm
 

@@ -19,6 +19,7 @@ from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.training.guards import GuardStop
 from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.stopping import Stopped, Stopping
+from grpo_megatron.training.trace import Trace
 from grpo_megatron.training.validation import build_validation_loss
 from grpo_megatron.types import Batch, Sample
 
@@ -40,6 +41,9 @@ class Trainer:
             self.profiler = None
             if profiled is not None:
                 self.profiler = Profiler(profiled, self.metrics, run.mesh, self.output_dir, run.sinks.note)
+            if run.config.trainer.trace != "off":
+                parts = (run.effective, run.policy, run.placement.provenance, run.inputs, run.first_step)
+                run.trace = opened.enter_context(contextlib.closing(Trace(*parts)))
             if run.resumed.get("collector"):
                 self.collector.load_state(run.resumed["collector"])
             if run.resumed_from is not None:
@@ -129,8 +133,11 @@ class Trainer:
             reward_model.learn(step, self.metrics)
 
     def log(self, step: int, samples: list[Sample], batch: Batch) -> None:
-        """Reduce, write and show the step's metrics and samples."""
+        """Write the step's trace; reduce, write and show its metrics and samples."""
         assert batch.table is not None and batch.plan is not None
+        if self.parts.trace is not None:  # before the metrics: every logged step has a trace
+            with self.metrics.phase("trace"):
+                self.parts.trace.write(step, samples, batch)
         self.report.log(step, self.metrics, samples, batch.table, batch.plan, batch, epoch=self.collector.epoch())
 
     def save(self, steps_done: int) -> None:
@@ -146,6 +153,8 @@ class Trainer:
     def save_now(self, steps_done: int) -> Path:
         """Save the state after `steps_done` steps; returns its folder. Collective."""
         run = self.parts
+        if run.trace is not None:
+            run.trace.saved(steps_done)
         state = {"collector": self.collector.state(), **run.state()}
         return run.checkpoints.save(steps_done, run.policy, self.config, state, run.trained)
 

@@ -131,6 +131,7 @@ class Sample:
     status: str = "ok"  # or why a trajectory ended early (sampling/multi_turn.py)
     turn_rewards: list[tuple[int, float]] = field(default_factory=list)  # (last token of a turn, its part of `reward`)
     trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
+    seed: int | None = field(default=None, kw_only=True)  # of its first token; None: not sampled by an engine
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too

@@ -31,7 +31,7 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("device", "parallel", "sync", "exact", "environments"),
     *("models", "rollout"),  # siblings
     *("report", "convert", "sampling", "planning", "checks", "training", "run", "trainer"),
-    *("evaluation", "migration", "starting", "cli", "__main__"),
+    *("trust", "evaluation", "migration", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {("rollout", "models")}  # arrows that the order alone would allow
 WITHOUT_TORCH = {
@@ -60,7 +60,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "jaxtyping": ("shapes",),
     "yaml": ("untrusted", "cli.plan", "training."),
     "jinja2": ("report.", "starting."),
-    "numpy": ("data.", "types", "report.metrics"),
+    "numpy": ("data.", "types", "report.metrics", "report.trace_file"),
     "msgspec": ("rewards.pool", "report.run_folder"),
     "pyarrow": ("data.",),
     "PIL": ("data.", "report.kit"),

@@ -262,6 +262,11 @@ class InputDigests:
                 recorded.setdefault(file.key, {})[file.name] = entry
         return recorded
 
+    @property
+    def is_complete(self) -> bool:
+        """Returns True if `state` does not wait."""
+        return all(isinstance(entry, dict) or entry.done() for entry in self._entries.values())
+
     def close(self) -> None:
         """End the threads after the files that they are reading."""
         self._pool.shutdown(wait=False, cancel_futures=True)

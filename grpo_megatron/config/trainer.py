@@ -113,6 +113,10 @@ class TrainerConfig(Section):
     """of wandb, swanlab and mlflow"""
     num_logged_samples: int = Field(4, ge=0)
     """completions written as text per validation"""
+    trace: Literal["full", "light", "off"] = "full"
+    """digests of all that a step computes, in output_dir/trace, for the command `diff`; light: without gradients"""
+    trace_keep: int | None = Field(1000, ge=1)
+    """steps whose rows and tensors are kept there; of older ones only a digest per stage is; null: keep all"""
     rollout_data_dir: Path | None = None
     """every training sample, one .jsonl file per step; null: they are not written"""
     nnodes: int = Field(1, ge=1, le=65536)

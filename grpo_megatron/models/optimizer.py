@@ -7,6 +7,7 @@ Also three corrections that saving and loading an optimizer need without Transfo
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -166,6 +167,22 @@ def state_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
         yield from _main_parameters(part)
+
+
+def moments(optimizer: MegatronOptimizer) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
+    """Yield (parameter, start, exp_avg, exp_avg_sq) for this rank's part of each parameter, which begins at element `start`."""
+    for part in _parts_with_state(optimizer):
+        states = part.optimizer.state
+        if isinstance(part, DistributedOptimizer):
+            for parameter, (group, order) in part.model_param_group_index_map.items():
+                state = states[part.optimizer.param_groups[group]["params"][order]]
+                start = part._get_model_param_range_map(parameter)["param"].start
+                yield parameter, start, state["exp_avg"], state["exp_avg_sq"]
+        else:
+            groups = (getattr(part, name, ()) for name in ("fp32_from_float16_groups", "float16_groups"))
+            models = dict(zip(*(itertools.chain(*group) for group in groups), strict=True))
+            for main, state in states.items():
+                yield models.get(main, main), 0, state["exp_avg"], state["exp_avg_sq"]
 
 
 def _main_parameters(part: Any) -> Iterator[Tensor]:

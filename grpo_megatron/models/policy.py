@@ -42,7 +42,7 @@ from grpo_megatron.models.optimizer import (
     wrap_ddp,
 )
 from grpo_megatron.models.vision import set_trainable
-from grpo_megatron.models.weights.stream import unwrapped
+from grpo_megatron.models.weights.stream import sent_parameters, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import WeightSync
@@ -240,6 +240,23 @@ class Policy(LanguageModel):
                 f" (actor.max_skipped_steps={self.actor.max_skipped_steps}): lower actor.optim.lr or look at the data"
             )
         return math.inf
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of the last pass by global Megatron name: this rank's part of the sum, and zeros elsewhere.
+
+        With the distributed optimizer a rank has the sum over all ranks of its part of each buffer. The rest of the buffer holds
+        terms that nothing reads any more, and is set to zero here. Without it, every rank has all of the sum.
+        """
+        if self.actor.megatron.use_distributed_optimizer:
+            for group in (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups):
+                for bucket in group.buckets:
+                    size = bucket.grad_data.numel() // group.intra_distributed_optimizer_instance_size
+                    first = size * group.intra_distributed_optimizer_instance_rank
+                    bucket.grad_data[:first].zero_()
+                    bucket.grad_data[first + size :].zero_()
+        parameters: dict[str, Any] = sent_parameters(self.model)
+        return {name: one.main_grad for name, one in parameters.items() if one.requires_grad}
 
     @torch.no_grad()
     def has_finite_weights(self) -> bool:

@@ -25,6 +25,7 @@ from grpo_megatron.models.families import read_config
 from grpo_megatron.report.metrics import REPORT_FILE, Sink, Sinks
 from grpo_megatron.report.progress import FIRST_LINE_S, StepProgress
 from grpo_megatron.report.run_folder import METRICS_FILE, read_metrics
+from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.untrusted import visible
 
 # -- columns of runs that generate samples, and of supervised ones -----------------------------------------------------
@@ -212,6 +213,7 @@ OUTPUTS = {
     "hf": "the trained model, a Hugging Face folder",
     REPORT_FILE: "the run as a page: curves, time, samples, config, events",
     METRICS_FILE: "every metric of every step",
+    TRACE_FOLDER: "digests of every step, which `diff` compares with those of another run",
     "calibration.txt": "confidence against accuracy on held-out rows",
     "samples": "completions at each validation, as text",
     "checkpoints": "for resuming the run",

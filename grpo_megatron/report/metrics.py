@@ -410,13 +410,16 @@ class JsonlSink(Sink):
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        row = {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
+        self.append(step, {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()})
+
+    def append(self, step: int, row: Mapping[str, Any]) -> None:
+        """Adds a line, which is on the disk afterwards. Raises StorageError."""
         try:
             self._file.write(json.dumps({"step": step, **row}) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())  # before the step's checkpoint
         except OSError as error:
-            raise StorageError(f"cannot write the metrics of step {step} to {self._file.name}: {error}") from error
+            raise StorageError(f"cannot write step {step} to {self._file.name}: {error}") from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `log` has flushed every row, or has raised

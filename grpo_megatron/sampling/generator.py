@@ -155,6 +155,7 @@ class Generator:
             finish_reason=completion.finish_reason,
             version=wanted.version,
             weights_digest=self.weights_digest(),
+            seed=wanted.seed(number),
             routes=completion.routes,
         )
 

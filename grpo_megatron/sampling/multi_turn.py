@@ -495,6 +495,7 @@ class TrajectoryGenerator(Generator):
             finish_reason=trajectory.finish_reason,
             version=trajectory.version,
             weights_digest=self.weights_digest(),
+            seed=trajectory.seed,
             loss_mask=[0] * len(trajectory.response_ids) if is_masked else trajectory.loss_mask(),
             turns=trajectory.turns,
             status=trajectory.status,

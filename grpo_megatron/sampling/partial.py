@@ -143,10 +143,12 @@ class PartialCollector(PolicyCollector):
     def _request(self, group: _InProgress, sample: Sample) -> Request:
         start = len(sample.response_ids)
         uid = f"{group.uid}@{start}" if start else group.uid
+        seed = sample_seed(self.generator.seed, group.round_id, uid, sample.index)
+        sample.seed = sample.seed if start else seed
         return self.generator.request(
             sample.prompt,
             sample.index,
-            sample_seed(self.generator.seed, group.round_id, uid, sample.index),
+            seed,
             min(self.partial.chunk_tokens, self.data.max_response_length - start),
             self.rollout.temperature,
             top_p=1.0,

@@ -25,6 +25,7 @@ STEP_FILE = "trainer.json"
 CRITIC_FOLDER, CRITIC_FILE = "critic", "critic.json"
 REWARD_MODEL_FOLDER, PAIRS_FILE = "reward_model", "pairs.json"
 STEP_FOLDER = re.compile(r"step_\d+")
+TRACE_FOLDER = "trace"  # in the output folder (report/trace_file.py)
 WARM_UP_FOLDER = "sft"  # in the output folder: a run of its own, with checkpoints
 
 

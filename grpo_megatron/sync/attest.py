@@ -7,7 +7,7 @@ Provenance refuses to train on samples of other weights than those of their step
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -109,11 +109,13 @@ class Provenance:
     def __init__(self, mesh: Mesh, max_staleness: int) -> None:
         self.mesh, self.max_staleness = mesh, max_staleness
         self._digests: dict[int, str] = {}
+        self.complete: Mapping[str, int] = {}  # digests of the tensors of the last sync
         self._keeps_until = 0
 
-    def record(self, version: int, digest: str) -> None:
-        """Note that the engine has weights with this digest as `version`."""
-        self._digests[version] = digest
+    def record(self, version: int, expected: Expected) -> None:
+        """Note that the engine has weights with these digests as `version`."""
+        self.complete = expected.complete
+        self._digests[version] = expected.weights_digest
         if version >= self._keeps_until:
             self._digests = {v: d for v, d in self._digests.items() if v >= version - self.max_staleness}
 

@@ -45,6 +45,50 @@ def slice_digest(values: Tensor, tensor: SyncTensor, start: int) -> Tensor:
 
 
 @torch.no_grad()
+def ragged_digests(values: Tensor, lengths: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Digest rows of different lengths, which stand one after the other in `values`, int64 [N]. int64 [rows].
+
+        digest(row) = (length + 1) * a[0] + sum over t of  b[t] * value[t]   mod 2^64
+
+    Also returns the mean and the projection (see `group_magnitudes`) of each row of `numbers`, [N]. float64 [rows, 2].
+    """
+    ends, device = lengths.cumsum(0), values.device
+    begins = ends - lengths
+    places = torch.arange(len(values), device=device) - begins.repeat_interleave(lengths)
+    factors = _numbers(_WORDS, 0, int(lengths.max()) if len(lengths) else 0, device)[places]
+    sums = torch.nn.functional.pad((values * factors).cumsum(0), (1, 0))
+    digests = sums[ends] - sums[begins] + (lengths + 1) * _numbers(_ROWS, 0, 1, device)
+    if numbers is None:
+        return digests, torch.empty(len(lengths), 0)
+    numbers = numbers.double()
+    both = torch.nn.functional.pad(torch.stack([numbers, numbers * (1 - (factors & 2))]).cumsum(1), (1, 0))
+    columns = (both[:, ends] - both[:, begins]).T
+    columns[:, 0] /= lengths.clamp(min=1)
+    return digests, columns
+
+
+def group_magnitudes(group: Tensor, tensor: SyncTensor, start: int) -> tuple[Tensor, Tensor]:
+    """Compute norm and projection of slices as in `group_digests`. Squares and projections add up over slices. Both [n].
+
+        projection = sum over r and c of  u[r] * v[c] * value[r, c],  with pseudo-random signs u and v
+
+    The projection of a difference D of two tensors has the mean square |D|^2, so two projections estimate how far two tensors
+    are from each other (Johnson and Lindenstrauss 1984).
+    """
+    is_matrix = group.dim() > 2
+    values = (group.flatten(2) if is_matrix else group[:, None]).float()
+    row, column = (start, 0) if is_matrix and tensor.axis == 0 else (0, start)
+    u = _signs(_ROWS, row, row + values.shape[1], values.device)
+    v = _signs(_WORDS, column, column + values.shape[2], values.device)
+    return torch.linalg.vector_norm(values, dim=(1, 2)), values @ v @ u
+
+
+@functools.lru_cache(maxsize=4096)
+def _signs(seed: int, start: int, stop: int, device: torch.device) -> Tensor:
+    return 1.0 - (_numbers(seed, start, stop, device) & 2)
+
+
+@torch.no_grad()
 def group_digests(group: Tensor, tensor: SyncTensor, start: int) -> Tensor:
     """Digest n slices [n, ...], each of a tensor like `tensor`, in as many kernels as one takes. int64 [n].
 
@@ -157,14 +201,15 @@ class Expected:
     """Digests of a model's weights; they are the same on every rank.
 
     `digests[name]` has one digest per engine rank, of the slice that this rank reads. `weights_digest` is that of all
-    complete tensors, in hexadecimal: it does not depend on any layout. `non_finite` names tensors with NaN or infinities, and
-    `unequal` those of which not all holders have the same bits.
+    complete tensors, in hexadecimal: it does not depend on any layout. `complete` are the digests that it is made of.
+    `non_finite` names tensors with NaN or infinities, and `unequal` those of which not all holders have the same bits.
     """
 
     digests: Mapping[str, list[int]]
     weights_digest: str
     non_finite: list[str]
     unequal: list[str] = field(default_factory=list)
+    complete: Mapping[str, int] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -209,6 +254,7 @@ def expected_digests(
         ).hexdigest(),
         non_finite=[name for name, row in zip(names, rows, strict=True) if row[non_finite]],
         unequal=[name for name, row in zip(names, rows, strict=True) if row[unequal]],
+        complete={name: row[complete] for name, row in zip(names, rows, strict=True)},
     )
 
 
@@ -217,13 +263,13 @@ def _digest_slices(slices: Sequence[DigestSlice], read: Callable[[str], Tensor])
     order: list[int] = []  # of the slices in what follows
     digests: list[Tensor] = []
     sums: list[Tensor] = []
-    for group, slice_, numbers in _groups(slices, read):
+    for group, slice_, numbers in grouped_values(slices, read):
         order += numbers
         digests.append(group_digests(group, slice_.tensor, slice_.start))
         sums.append(group.sum(-1).view(len(group), -1).sum(1))  # aminmax takes twice as long on CPU
     is_finite = torch.cat([values.float() for values in sums]).isfinite()
     if not is_finite.all():  # a sum may also have overflowed
-        extremes = [group.flatten(1).aminmax(dim=1) for group, _, _ in _groups(slices, read)]
+        extremes = [group.flatten(1).aminmax(dim=1) for group, _, _ in grouped_values(slices, read)]
         is_finite = torch.cat([low.isfinite() & high.isfinite() for low, high in extremes])  # NaN if any value is NaN
     values = torch.stack([torch.cat(digests), (~is_finite).to(torch.int64)])
     out = torch.empty_like(values)
@@ -255,10 +301,10 @@ def digest_groups(slices: Sequence[DigestSlice]) -> list[list[list[int]]]:
     return groups
 
 
-def _groups(
+def grouped_values(
     slices: Sequence[DigestSlice], read: Callable[[str], Tensor]
 ) -> Iterator[tuple[Tensor, DigestSlice, list[int]]]:
-    """(values [n, ...], the first slice of them, the numbers of all), until every slice was there once."""
+    """Yield (values [n, ...], the first slice of them, the numbers of all), until every slice was there once."""
     for group in digest_groups(slices):
         parameters = [read(slices[numbers[0]].parameter) for numbers in group]
         values = group_view(parameters)

@@ -101,7 +101,7 @@ class Colocation(EngineWeights):
             expected = finite_digests(name, source, self.weight_sync, version, is_first=not self._has_synced)
         self.load(source.engine_weights(self.weight_sync, version), version, expected, metrics)
         self._has_synced = True
-        self.provenance.record(version, expected.weights_digest)
+        self.provenance.record(version, expected)
 
     def _probe(self, name: str, source: LanguageModel | AdapterReference, metrics: Metrics) -> None:
         """Compare the engine with `source` on fixed tokens at temperature 1. Collective. Raises RankError."""

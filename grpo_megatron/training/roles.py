@@ -207,7 +207,7 @@ class RolloutRanks(StepsAhead):
             deque(policy.engine_weights(self.weight_sync, version), maxlen=0)
         self.weight_sync.accept(expected.weights_digest)  # the rollout ranks stop the run where they do not
         self._has_sent = True
-        self.provenance.record(version, expected.weights_digest)
+        self.provenance.record(version, expected)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 

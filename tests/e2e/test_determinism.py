@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from grpo_megatron.report.trace_file import TraceFolder
+from grpo_megatron.trust.compare import compare_runs, compare_seams
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.stored import TIMES, metric_rows, rows_without
@@ -50,6 +52,22 @@ def assert_profiled(folder: Path, step: int) -> None:
     assert named <= set((folder / "table.txt").read_text().split())
 
 
+def assert_seam(folder: Path) -> None:
+    """The resume begins with the weights, moments and random states that the step before it has left; each fault is named."""
+    seams = compare_seams(TraceFolder(folder))
+    assert (seams.verdict, seams.num_steps) == ("equal", 1), seams
+    lines = folder / "trace/steps.jsonl"
+    text = lines.read_text()
+    [state] = [row["facts"]["state"] for row in map(json.loads, text.splitlines()) if row.get("facts", {}).get("state")]
+    assert set(state) == {"weights", "optimizer", "random state"}
+    for stage, root in state.items():
+        head, mark, tail = text.partition('"state": {"')  # of the resume
+        lines.write_text(head + mark + tail.replace(root, "0" * 16, 1))
+        seams = compare_seams(TraceFolder(folder))
+        assert seams.verdict == "part" and stage in seams.cause and "after step 1" in seams.cause
+    lines.write_text(text)
+
+
 def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path: Path) -> None:
     """With tensor parallelism. (tests/soak/test_soak.py has data parallelism, with the real command.)
 
@@ -83,6 +101,9 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
     assert [
         row.get("sync/density", 0) > 0 for row in metric_rows(tmp_path / "halves") if "sync/bytes_received" in row
     ] == [0, 1, 0]
+    traces = [TraceFolder(tmp_path / name).steps for name in ("whole", "halves")]
+    assert traces[0] == traces[1] and [len(stages) for stages in traces[0].values()] == [24] * 3
+    assert_seam(tmp_path / "halves")
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last step moved weights
 
@@ -105,6 +126,8 @@ def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path
         results = worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)
         drawn.append(run_ranks.all_samples(results))
     assert drawn[0] == drawn[1]
+    judged = compare_runs(*(TraceFolder(tmp_path / name) for name in ("1", "4")), tolerance=True)
+    assert judged.verdict == "explained" and "old log-probabilities" in {one.stage for one in judged.partings}, judged
     assert len(drawn[0][0]) == 21
     first, _ = metric_rows(tmp_path / "4")
     assert 0 < first["perf/shared_prompt_ratio"] < 1 and first["training/rollout_logp_diff_max"] < 1e-4

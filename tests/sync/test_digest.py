@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.sync import digest
-from grpo_megatron.sync.digest import DigestSlice, expected_digests, group_digests, slice_digest
+from grpo_megatron.sync.digest import (
+    DigestSlice,
+    expected_digests,
+    group_digests,
+    group_magnitudes,
+    ragged_digests,
+    slice_digest,
+)
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -66,6 +73,27 @@ def test_slices_add_up_to_the_tensor(
     assert sum(digests[::-1]) == tensor_digest(values)
     copies = [slice_digest(part.clone(), tensor, start) for part, start in parts]  # contiguous, other alignment
     assert copies == digests
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((8, 12), 0), ((8, 12), 1), ((12,), 0)])
+def test_norms_and_projections_add_up_over_slices(shape: tuple[int, ...], axis: int) -> None:
+    values, tensor = tensor_of(shape, torch.float32), SyncTensor("w", shape, axis)
+    parts = [group_magnitudes(values.narrow(axis, a, b - a)[None], tensor, a) for a, b in ((0, 3), (3, shape[axis]))]
+    [norm], [projection] = group_magnitudes(values[None], tensor, 0)
+    assert torch.isclose(sum(n.square() for n, _ in parts).sqrt(), norm) and torch.isclose(norm, values.norm())
+    assert torch.isclose(sum(p for _, p in parts), projection)
+    flipped = values.flip(axis)  # the same norm
+    assert abs(group_magnitudes(flipped[None], tensor, 0)[1][0] - projection) > 0.1
+
+
+def test_rows_of_different_lengths_have_the_digests_of_each_alone() -> None:
+    rows = [[5, 0, 7], [], [5, 0], [5], [0], [7, 0, 5]]
+    lengths = torch.tensor(list(map(len, rows)))
+    flat = torch.tensor([value for row in rows for value in row])
+    together, numbers = ragged_digests(flat, lengths, flat)
+    alone = [int(ragged_digests(torch.tensor(row, dtype=torch.int64), torch.tensor([len(row)]))[0]) for row in rows]
+    assert together.tolist() == alone and len(set(alone)) == len(rows)
+    assert numbers[:, 0].tolist() == [4, 0, 2.5, 5, 0, 4] and numbers[3, 1].abs() == 5
 
 
 def test_memory_layout_does_not_matter() -> None:

@@ -17,6 +17,7 @@ import torch
 from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sync.attest import Probe, Provenance, logprobs_problem, weights_problem
+from grpo_megatron.sync.digest import Expected
 from grpo_megatron.types import Sample, Segment
 from tests import tiny, worlds
 from tests.distributed.sync_ranks import build
@@ -147,10 +148,14 @@ def test_one_wrong_small_tensor_is_noticed_without_attestation(family: str, tmp_
 # -- provenance --------------------------------------------------------------------------------------------------------
 
 
+def sent(digest: str) -> Expected:
+    return Expected({}, digest, [])
+
+
 def provenance() -> Provenance:
     made = Provenance(LoneMesh(), max_staleness=2)
     for version in range(6):
-        made.record(version, f"weights {version}")
+        made.record(version, sent(f"weights {version}"))
     return made
 
 
@@ -176,7 +181,7 @@ def test_a_sample_must_be_of_the_weights_of_its_version() -> None:
     for wrong in (sample(5, "weights 4"), drawn("weights 4")):
         with pytest.raises(RankError, match="with digest weights 4, but the sync of step 5 sent weights with digest"):
             made.check(5, [wrong])
-    made.record(5, "the initial model")
+    made.record(5, sent("the initial model"))
     made.check(5, [sample(5, "the initial model")])
     with pytest.raises(RankError, match="step 5"):
         made.check(5, [sample(5, "weights 5")])
@@ -187,10 +192,10 @@ def test_a_resumed_run_knows_the_weights_of_old_samples(first_step: int) -> None
     """For longer where steps before `first_step` were sampled ahead, maybe with a larger lag than the run has now."""
     made = Provenance(LoneMesh(), max_staleness=2)
     made.load_state(json.loads(json.dumps(provenance().state())), first_step)
-    made.record(6, "weights 6")
+    made.record(6, sent("weights 6"))
     made.check(6, [sample(6, "weights 6"), sample(4, "weights 4")])
     with contextlib.nullcontext() if first_step == 6 else pytest.raises(RankError, match="step 6"):
         made.check(6, [sample(3, "weights 3")])
     for version in (7, 8):
-        made.record(version, f"weights {version}")
+        made.record(version, sent(f"weights {version}"))
     assert made.state() == {str(version): f"weights {version}" for version in (6, 7, 8)}

@@ -1,0 +1,485 @@
+"""Comparison of two traces: the first place where two runs part, whether rounding explains it, and the likely cause.
+
+Two runs that only round differently (another layout, kernel or library) part in every number that a sum has made, by little. So
+each stage has a bound on what rounding explains, and a stage beyond its bound is wrong, not only different:
+
+    rows     |difference of means| <= B, and |difference of projections| / sqrt(tokens) <= 4 B,      B = FIRST[dtype] * (1 + u)
+    tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 * total),   G = GRADIENT[dtype] * (1 + 10 u)
+
+with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
+the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update. Prompts,
+images, seeds, and rewards of equal responses have no rounding. A response parts where two logits are within the rounding of each
+other: n of them are explained while a Poisson number of mean 2 B * tokens reaches n with a probability above 1e-6.
+
+After the first step whose responses part, samples are others, and nothing is judged.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from grpo_megatron.report.run_folder import KeptSamples, RunFolder, read_metrics
+from grpo_megatron.report.trace_file import StepFile, TraceFolder, stage_of, stage_order
+from grpo_megatron.storage.run_files import rollout_file
+from grpo_megatron.sync.attest import FIRST
+
+GRADIENT = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
+UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
+MAX_LEAVES = 8  # that are named of a stage
+NEAR = 1e-6  # token weights: sums of numbers of tokens
+GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
+
+# What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
+NEUTRAL = re.compile(
+    r"trainer\.(output_dir|save_freq|test_freq|val_before|resume_mode|verify|accept|stop_|async_save|max_actor_ckpt|save_hf|logger|project"
+    r"|experiment|tags|num_logged|trace|rollout_data|timeout_s|stall|peak_tflops|total_)"
+)
+LAYOUT = re.compile(
+    r"trainer\.(nnodes|n_gpus|device)|actor\.(megatron\.|ppo_micro|ppo_max_token|share_prompts)|rollout\.(tensor_model|expert_parallel|gpu_"
+    r"|max_num|placement|rollout_ranks|sync|engine|free_cache|update_weights|enforce_eager)"
+)
+NOTHING, ROUNDING, RESULTS = "changes no number", "may change rounding", "may change results"
+EFFECTS = {"data": RESULTS, "code": RESULTS, "libraries": ROUNDING, "machine": ROUNDING, "layout": ROUNDING}
+
+CAUSES = {  # of the first stage that parts, where all stages before it are equal
+    "prompts": "the data or their order: rows, data.seed, data.shuffle, the tokenizer, the chat template",
+    "images": "the image files, or how they are resized",
+    "seeds": "rollout.seed, or a rank with another seed",
+    "engine weights": "the weights that were sent: another model folder, or a change between the optimizer step and the sync",
+    "sampled by": "samples of another version of the weights: a late replica, or a sync that a replica has missed",
+    "responses": "the engine: its kernels, weights, sampling (temperature, top_p, stop tokens), or tokens that a template drops",
+    "engine log-probabilities": "the engine: kernels, precision, or a temperature that only the log-probabilities lack",
+    "routes": "the router of the engine, or a table of routes that is shifted",
+    "rewards": "the reward is no function of the response: a clock, random numbers, a time-out, another row's answer",
+    "reward parts": "what the reward reports beside the number is no function of the response: a clock, a load",
+    "scores": "a reward model, or the penalty of long responses",
+    "old log-probabilities": "the trainer's forward pass: temperature, packing, precision, weights changed after the sync",
+    "reference log-probabilities": "the reference: another folder, or renewed at another step",
+    "values": "the critic",
+    "corrections": "the rollout correction",
+    "advantages": "the advantage estimator, or a group with another member",
+    "token weights": "the loss's denominator: per micro-batch or per batch, a mask, the aggregation",
+    "gradients": "the backward pass: the loss (clip, KL direction, temperature), its kernels, or a row that counts twice",
+    "gradient norm": "the reduction of the norm over ranks",
+    "weights": "the optimizer: a lost moment, learning rate, clipping, weight decay, or a tensor that was not updated",
+    "random state": "something has taken random numbers",
+}
+AFTER_RESUME = "; it is the first step after a resume, so look first at what the checkpoint has lost"
+BY_ROUNDING = "rounding: another order of sums, or other kernels ({facts})"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A fact that differs between the runs, and what it may change."""
+
+    kind: str  # config | data | code | libraries | machine | layout
+    key: str
+    left: Any
+    right: Any
+    effect: str
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A row, tensor or rank that differs, with its numbers on both sides, by name."""
+
+    name: str
+    left: dict[str, float]
+    right: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """A stage of a step that differs. `judgement`: "explained", "wrong", or "not judged"; `measured` has the sizes."""
+
+    step: int
+    stage: str
+    kind: str
+    count: int = 0  # of the leaves that differ; 0: the leaves are no longer kept
+    total: int = 0
+    leaves: tuple[Leaf, ...] = ()
+    judgement: str = "not judged"
+    measured: str = ""
+
+
+@dataclass
+class Diff:
+    """The result. `partings`: of the first step that differs, in order; with a tolerance, of every judged step."""
+
+    left: str
+    right: str
+    changes: list[Change] = field(default_factory=list)
+    num_steps: int = 0
+    partings: list[Parting] = field(default_factory=list)
+    verdict: str = "equal"  # equal | explained | part | wrong
+    cause: str = ""
+    texts: list[str] = field(default_factory=list)  # both values at the first place, where files hold them
+    independent: list[str] = field(default_factory=list)  # differences that do not follow from the first
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def first(self) -> Parting | None:
+        """The place where the runs part; with a tolerance, the first one that rounding does not explain, if any is."""
+        wrong = [one for one in self.partings if one.judgement == "wrong"] if self.verdict == "wrong" else []
+        return next(iter(wrong or self.partings), None)
+
+
+# -- facts -------------------------------------------------------------------------------------------------------------
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    """Read the settings of a run, with those of its last start."""
+    folder = RunFolder(run)
+    folder.update()
+    return folder.settings | {key: now for _, changes in folder.attempts for key, _, now in changes}
+
+
+def changes_between(
+    left: TraceFolder, right: TraceFolder, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[Change]:
+    """Yield the facts that differ: config (`old`, `new`), data and the user's code, this program, libraries, machine, layout."""
+    yield from _config_changes(old, new, _inputs(left) == _inputs(right) != {})
+    inputs = [_inputs(side) for side in (left, right)]
+    for key in sorted({*inputs[0], *inputs[1]}) if all(inputs) else ():
+        if inputs[0].get(key) != inputs[1].get(key):
+            yield Change("data", key, inputs[0].get(key), inputs[1].get(key), RESULTS)
+    facts = [side.facts[max(side.facts)] for side in (left, right)]
+    for kind in ("code", "libraries", "machine", "layout"):
+        both = [one.get(kind, {}) for one in facts]
+        for key in sorted({*both[0], *both[1]}):
+            if both[0].get(key) != both[1].get(key):
+                yield Change(kind, key, both[0].get(key), both[1].get(key), EFFECTS[kind])
+
+
+def _config_changes(left: Mapping[str, Any], right: Mapping[str, Any], same_inputs: bool) -> Iterator[Change]:
+    for key in sorted({*left, *right}):
+        if left.get(key) != right.get(key):
+            is_place = same_inputs and key.rpartition(".")[2].endswith(("path", "files"))  # the same content elsewhere
+            effect = NOTHING if is_place or NEUTRAL.match(key) else ROUNDING if LAYOUT.match(key) else RESULTS
+            yield Change("config", key, left.get(key), right.get(key), effect)
+
+
+def _inputs(trace: TraceFolder) -> dict[str, str]:
+    """Return a digest for each file that the run has read, by key and name without its folder."""
+    return {
+        f"{key} {Path(name).name}": str(entry.get("sha256", ""))[:16]
+        for key, files in trace.inputs.items()
+        for name, entry in files.items()
+    }
+
+
+def precision(settings: Mapping[str, Any]) -> str:
+    """Return the key of the bounds: float32, bfloat16 or fp8."""
+    is_fp8 = settings.get("actor.megatron.fp8.recipe") or settings.get("rollout.quantization")
+    dtype = str(settings.get("model.dtype", "bfloat16"))
+    return "fp8" if is_fp8 else dtype if dtype in FIRST else "bfloat16"
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare_runs(left: TraceFolder, right: TraceFolder, *, tolerance: bool = False, scale: float = 1.0) -> Diff:
+    """Compare two runs. With `tolerance`, differences are judged by the bounds of rounding, times `scale`."""
+    settings = config_of(left.run), config_of(right.run)
+    result = Diff(str(left.run), str(right.run), list(changes_between(left, right, *settings)))
+    steps = sorted({*left.steps} & {*right.steps})
+    result.num_steps = len(steps)
+    for side, other in ((left, right), (right, left)):
+        if more := sorted({*side.steps} - {*other.steps}):
+            result.notes.append(
+                f"{side.run} has {len(more)} more steps, from step {more[0]} on, which are not compared"
+            )
+    if not steps:
+        result.notes.append("the runs have no step in common")
+        return result
+    sides = _Sides(left, right, settings, scale)
+    for step in steps:
+        partings = list(sides.partings(step, judged=tolerance))
+        result.partings += partings
+        if partings and (not tolerance or sides.has_ended):
+            break
+    if sides.skipped:
+        result.notes.append(f"not in both traces, and not compared: {', '.join(sorted(sides.skipped))}")
+    if result.partings:
+        is_wrong = any(one.judgement == "wrong" for one in result.partings)
+        result.verdict = ("wrong" if is_wrong else "explained") if tolerance else "part"
+        if sides.has_ended and tolerance:
+            result.notes.append(
+                f"from step {result.partings[-1].step} on the samples differ, and no later step is judged"
+            )
+        _explain(result, sides)
+    return result
+
+
+class _Sides:
+    """Two traces, read step by step. `has_ended`: after this step the samples differ."""
+
+    def __init__(
+        self, left: TraceFolder, right: TraceFolder, settings: tuple[Mapping[str, Any], Mapping[str, Any]], scale: float
+    ) -> None:
+        self.left, self.right, self.settings = left, right, settings[0]
+        self.scale, self.precision = scale, max(map(precision, settings), key=FIRST.__getitem__)
+        self.rollouts = [one.get("trainer.rollout_data_dir") for one in settings]
+        self.num_updates, self.has_ended = 0, False
+        self.skipped: set[str] = set()
+        self.unequal: dict[str, list[int]] = {}  # of the step: stage -> leaves that differ
+        self._before: tuple[StepFile | None, StepFile | None] = (None, None)
+
+    def files(self, step: int) -> tuple[StepFile | None, StepFile | None]:
+        """Open the files of a step."""
+        return self.left.file(step), self.right.file(step)
+
+    def partings(self, step: int, *, judged: bool) -> Iterator[Parting]:
+        """Yield the stages of a step that differ, in order."""
+        roots = self.left.steps[step], self.right.steps[step]
+        self.unequal = {}
+        a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
+        for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
+            if stage not in roots[0] or stage not in roots[1]:
+                self.skipped.add(stage.rstrip("0123456789 "))
+            elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
+                yield parting
+        self._before = a, b
+        self.num_updates += sum(stage.startswith("gradient norm") for stage in roots[0])
+
+    def _parting(self, step: int, stage: str, a: StepFile | None, b: StepFile | None, judged: bool) -> Parting | None:
+        kind = stage_of(stage).kind
+        if a is None or b is None:
+            return Parting(step, stage, kind)
+        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows):
+            if kind == "rank":  # another layout has other ranks
+                return None
+            self.has_ended = True
+            return Parting(
+                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", "other rows"
+            )
+        wrong = self.unequal[stage] = list(a.differing(b, stage))
+        numbers = a.numbers(stage), b.numbers(stage)
+        leaves = [self._leaf(a, stage, number, *numbers) for number in wrong[:MAX_LEAVES]]
+        judgement, measured = self._judge(stage, a, b) if judged else ("not judged", "")
+        if stage == "responses":
+            self.has_ended = True
+        return Parting(step, stage, kind, len(wrong), a.count(stage), tuple(leaves), judgement, measured)
+
+    def _leaf(self, file: StepFile, stage: str, number: int, left: Any, right: Any) -> Leaf:
+        facts = stage_of(stage)
+        name = f"{facts.kind} {number}"
+        if facts.kind == "row":
+            prompt, index = file.rows[number]
+            name = f"row {number}: prompt {file.uids[prompt]!r}, sample {index}"
+        elif facts.kind == "tensor":
+            name = self.left.tensors[number] if number < len(self.left.tensors) else name
+        sides = (dict(zip(facts.numbers, map(float, side[number]), strict=True)) for side in (left, right))
+        return Leaf(name, *sides)
+
+    # -- what rounding explains ----------------------------------------------------------------------------------------
+
+    def _judge(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
+        base, kind = stage.rstrip("0123456789 "), stage_of(stage).kind
+        bound = self.scale * FIRST[self.precision] * (1 + self.num_updates)
+        if base == "random state":
+            return "not judged", ""
+        if base == "engine weights":
+            return ("explained", "as the weights before") if self.num_updates else ("wrong", "before any update")
+        if base == "sampled by":
+            return "explained" if "engine weights" in self.unequal else "wrong", "by the digests of the weights"
+        if base == "responses":
+            tokens = float(a.numbers(stage)[:, 0].sum())
+            count, expected = len(self.unequal[stage]), 2 * bound * tokens
+            return _named(poisson_tail(count, expected) > 1e-6), f"{count} rows, {expected:.2g} expected by rounding"
+        if kind == "row":
+            return self._judge_rows(stage, base, a, b, bound)
+        if kind == "tensor" and base == "weights":
+            return self._judge_weights(a, b)
+        bound = self.scale * GRADIENT[self.precision] * (1 + 10 * self.num_updates)
+        left, right = (side.numbers(stage).astype(np.float64) for side in (a, b))
+        if kind == "step":
+            ratio = float(abs(left - right)[0, 0] / max(left[0, 0], 1e-30))
+            return _named(ratio <= bound), f"{ratio:.2g} of it, bound {bound:.2g}"
+        distance, norms = abs(left - right)[:, 1], left[:, 0]
+        total = math.sqrt(float((norms**2).sum())) or 1e-30
+        ratio = math.sqrt(float((distance**2).sum())) / total
+        single = distance / (norms + 1e-3 * total)
+        worst = int(single.argmax())
+        is_explained = ratio <= bound and single[worst] <= 6 * bound
+        text = f"{ratio:.2g} of the norm, bound {bound:.2g}; most in {self.left.tensors[worst]}: {single[worst]:.2g}"
+        return _named(is_explained), text
+
+    def _judge_rows(self, stage: str, base: str, a: StepFile, b: StepFile, bound: float) -> tuple[str, str]:
+        others = {row for name in ("prompts", "images", "responses") for row in self.unequal.get(name, ())}
+        rows = [row for row in self.unequal[stage] if row not in others]
+        if base in ("advantages", "token weights") and others:
+            return "explained", "of other samples"
+        if not rows:
+            return "explained", f"{len(self.unequal[stage])} rows with other responses"
+        left, right = (side.numbers(stage)[rows].astype(np.float64) for side in (a, b))
+        is_rounded = stage_of(stage).numbers == ("mean", "projection")
+        if not is_rounded:
+            is_model = base == "scores" and self.settings.get("reward_model.path")
+            largest = float(abs(left - right).max()) if left.size else math.inf
+            return _named(bool(is_model) and largest <= bound), f"{len(rows)} rows with equal responses"
+        bound = NEAR if base == "token weights" else bound
+        tokens = np.maximum(a.numbers("responses")[rows, 0], 1).astype(np.float64)
+        means, projections = abs(left - right)[:, 0], abs(left - right)[:, 1] / np.sqrt(tokens)
+        scales = np.maximum(1.0, abs(left[:, 0])) if base != "token weights" else np.maximum(abs(left[:, 0]), 1e-30)
+        ratio = float(np.maximum(means / scales, projections / scales / 4).max())
+        in_one = [(side.nodes(stage, 0, 0, side.count(stage))[rows] == 0).sum() for side in (a, b)]
+        lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
+        return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
+
+    def _judge_weights(self, a: StepFile, b: StepFile) -> tuple[str, str]:
+        before = self._before[0]
+        if before is None:
+            return "not judged", "the step before is needed"
+        left, right, old = (side.numbers("weights")[:, 1].astype(np.float64) for side in (a, b, before))
+        update = float(np.sqrt(((left - old) ** 2).mean()))
+        ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
+        bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
+        return _named(ratio <= bound), f"{ratio:.2g} of the step's update, bound {bound:.2g}"
+
+
+def _named(is_explained: bool) -> str:
+    return "explained" if is_explained else "wrong"
+
+
+def poisson_tail(count: int, mean: float) -> float:
+    """Compute the probability that a Poisson number of this mean is `count` or more."""
+    if count > mean + 40 * math.sqrt(mean + 1):
+        return 0.0
+    term, below = math.exp(-mean), 0.0
+    for k in range(count):
+        below += term
+        term *= mean / (k + 1)
+    return max(0.0, 1.0 - below) if below < 0.999 else sum(_terms(count, mean))
+
+
+def _terms(count: int, mean: float) -> Iterator[float]:
+    for k in range(count, count + 50):
+        yield math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) if mean > 0 else 0.0
+
+
+# -- the explanation ---------------------------------------------------------------------------------------------------
+
+
+def _explain(result: Diff, sides: _Sides) -> None:
+    """Add the likely cause, the values, and differences that do not follow from the first."""
+    first = result.first
+    assert first is not None
+    base = first.stage.rstrip("0123456789 ")
+    rounding = [change for change in result.changes if change.effect == ROUNDING and change.kind != "config"]
+    changed = [change.key for change in result.changes if change.effect == RESULTS]
+    is_discrete = stage_of(first.stage).numbers not in (("mean", "projection"), ("norm", "projection"), ("norm",))
+    if result.verdict == "explained" or (rounding and not is_discrete and first.judgement == "not judged"):
+        result.cause = BY_ROUNDING.format(
+            facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"
+        )
+        if result.verdict == "part":
+            result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + CAUSES[base]
+    else:
+        result.cause = CAUSES[base]
+    if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
+        result.cause += AFTER_RESUME
+    if changed:
+        result.cause += f"; what differs and may change results: {', '.join(changed[:6])}"
+    result.independent = list(_independent(result, sides))
+    files = sides.files(first.step)
+    if first.kind == "row" and first.leaves and files[0] is not None:
+        row = int(first.leaves[0].name.removeprefix("row ").partition(":")[0])
+        prompt, index = files[0].rows[row]
+        result.texts = _texts(sides, first.step, files[0].uids[prompt], prompt, index)
+
+
+def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
+    """Yield the rows of later stages of the first step whose groups have no earlier difference."""
+    first = result.first
+    assert first is not None
+    file = sides.files(first.step)[0]
+    if first.kind != "row" or file is None or len({one.step for one in result.partings}) > 1:
+        return
+    is_grouped = sides.settings.get("algorithm.adv_estimator") in GROUPED
+    reached: set[int] = set()
+    for stage in sorted(sides.unequal, key=stage_order):
+        if stage_of(stage).kind != "row" or stage == "token weights" or (stage == "advantages" and not is_grouped):
+            continue
+        prompts = {file.rows[row][0] for row in sides.unequal[stage]}
+        if reached and (more := sorted(prompts - reached)):
+            yield f"{stage} of {len(more)} other prompts, first {file.uids[more[0]]!r}"
+        reached |= prompts
+
+
+def _texts(sides: _Sides, step: int, uid: str, group: int, index: int) -> list[str]:
+    """Return both values of a sample where dumps hold them, from the first token or character that differs."""
+    runs = zip((sides.left.run, sides.right.run), sides.rollouts, strict=True)
+    found = [_stored(run, folder, step, uid, group, index) for run, folder in runs]
+    if None in found or type(found[0]) is not type(found[1]):
+        return []
+    left, right = found
+    assert left is not None and right is not None
+    place = next(
+        (n for n, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
+    )
+    if place == len(left) == len(right):
+        return []
+    unit = "character" if isinstance(left, str) else "token"
+    return [
+        f"from {unit} {place}: {name} {side[place : place + 40]!r}" for name, side in (("left", left), ("right", right))
+    ]
+
+
+def _stored(run: Path, folder: str | None, step: int, uid: str, group: int, index: int) -> Any:
+    """Return the tokens of a sample with the engine's log-probabilities, or its text; None where no file has it."""
+    for kept in KeptSamples(run).steps:
+        for one in kept["groups"] if kept["step"] == step else ():
+            for sample in one["samples"] if one.get("uid") == uid else ():
+                if sample.get("index") == index and sample.get("drawn"):
+                    return [(piece[0], piece[1]) for piece in sample["pieces"]]
+    path = None if folder is None else rollout_file(Path(folder), step)
+    rows: Iterable[dict[str, Any]] = read_metrics(path) if path is not None and path.is_file() else ()
+    wanted = (row for row in rows if row.get("group") == group and row.get("index") == index)
+    return next((str(row.get("response", row.get("turns"))) for row in islice(wanted, 1)), None)
+
+
+# -- one run: the seams of its resumes ---------------------------------------------------------------------------------
+
+
+def compare_seams(trace: TraceFolder) -> Diff:
+    """Check that each resume of a run has begun with the state that the step before it has left."""
+    result = Diff(str(trace.run), str(trace.run))
+    for start, facts in sorted(trace.facts.items()):
+        before, state = trace.steps.get(start - 1), facts.get("state") or {}
+        if before is None or not state:
+            continue
+        result.num_steps += 1
+        same_ranks = facts["layout"] == trace.facts_at(start - 1)["layout"]
+        for stage in ("weights", "random state", "optimizer"):
+            left = trace.saved.get(start - 1) if stage == "optimizer" else before.get(stage)
+            if (
+                left is None
+                or state.get(stage) is None
+                or left == state[stage]
+                or (stage == "random state" and not same_ranks)
+            ):
+                continue
+            result.partings.append(Parting(start, stage, "step"))
+            result.verdict = "part"
+            result.cause = (
+                f"the {stage} after step {start - 1} and at the resume differ: the checkpoint lost or changed them"
+            )
+    if not result.num_steps:
+        result.notes.append("the run was never resumed, so it has no seam")
+    return result
+
+
+def leaf_lines(leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Write each leaf with its numbers on both sides."""
+    for leaf in leaves:
+        numbers = (f"{name} {leaf.left[name]:.8g} | {leaf.right[name]:.8g}" for name in leaf.left)
+        yield "  ".join([leaf.name, *numbers])

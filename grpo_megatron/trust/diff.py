@@ -1,0 +1,106 @@
+"""`diff`: the first place where two runs part, and why (compare.py). As text, as JSON, and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from grpo_megatron.config import ConfigError
+from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.imports import large_imports
+from grpo_megatron.report.kit import html_page
+from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.files import write_file
+from grpo_megatron.untrusted import visible
+
+
+class DiffOptions(Options):
+    """The options of `diff`."""
+
+    program = "diff"
+    description = "Find the first step, stage and row or tensor where two runs part, from their traces."
+    epilog = "Exit codes: 0 if they are equal (--tolerance: or rounding explains the differences), 1 if not, 2 for bad input."
+    left: Annotated[Path, Argument("the trainer.output_dir of a run", "RUN1")]
+    right: Annotated[Path | None, Argument("and of another one", "RUN2")] = None
+    itself: Annotated[bool, Option("check that RUN1's resumes join without a seam", flags=("--self",))] = False
+    tolerance: Annotated[
+        float | None,
+        Option(
+            "tell a wrong run from one that rounds differently; X times the bounds (default: 1)", "X", bare=1.0, gt=0
+        ),
+    ] = None
+    json_file: Annotated[Path | None, Option("write the result as JSON", "FILE", flags=("--json",))] = None
+    page: Annotated[Path | None, Option("write the result as a page", "FILE")] = None
+
+    def problems(self) -> Iterator[str]:
+        """Yields a missing or a needless second run."""
+        if self.itself == (self.right is not None):
+            yield "name two runs; or one with --self, which looks at its resumes"
+
+
+def print_diff(options: DiffOptions) -> int:
+    """Compare the runs, print and write the result; returns the exit code of the epilog."""
+    with large_imports():
+        from grpo_megatron.report.trace_file import TraceFolder
+        from grpo_megatron.trust.compare import compare_runs, compare_seams
+
+    try:
+        left = TraceFolder(options.left)
+        if options.right is None:
+            result = compare_seams(left)
+        else:
+            scale = options.tolerance or 1.0
+            result = compare_runs(
+                left, TraceFolder(options.right), tolerance=options.tolerance is not None, scale=scale
+            )
+    except StorageError as error:
+        raise ConfigError(str(error)) from error
+    sections = dict(diff_sections(result))
+    print(
+        visible(
+            "\n".join(line for title, lines in sections.items() for line in (title, *(f"  {one}" for one in lines)))
+        )
+    )
+    if options.json_file is not None:
+        write_file(options.json_file, json.dumps(asdict(result), indent=1) + "\n")
+    if options.page is not None:
+        write_file(options.page, html_page("diff", f"{result.left} and {result.right}", {}, sections=sections))
+    return 0 if result.verdict in ("equal", "explained") else 1
+
+
+VERDICTS = {
+    "equal": "equal: every digest of {steps} steps",
+    "explained": "different, and rounding explains it",
+    "part": "the runs part",
+    "wrong": "different, and rounding does not explain it",
+}
+
+
+def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
+    """Yield (heading, lines) of a result (`compare.Diff`)."""
+    from grpo_megatron.trust.compare import leaf_lines
+
+    yield VERDICTS[result.verdict].format(steps=result.num_steps), [f"{result.left}", f"{result.right}"]
+    if result.changes:
+        yield "what differs", [f"{c.kind} {c.key}: {c.left} | {c.right} ({c.effect})" for c in result.changes]
+    if first := result.first:
+        where = f"{first.count} of {first.total} {first.kind}s" if first.count else "its rows are no longer kept"
+        yield f"first: step {first.step}, {first.stage}", [where, *leaf_lines(first.leaves), *result.texts]
+        yield "likely cause", [result.cause]
+        later = [one for one in result.partings if one is not first]
+        lines = [f"step {p.step}, {p.stage}: {p.count} of {p.total}" + _judged(p) for p in (first, *later)]
+        if any(one.measured for one in result.partings):
+            yield "what rounding explains", [line for line, p in zip(lines, (first, *later), strict=True) if p.measured]
+        elif later:
+            yield "later in the step, as a consequence", lines[1:]
+    if result.independent:
+        yield "also different, and no consequence", result.independent
+    if result.notes:
+        yield "notes", result.notes
+
+
+def _judged(parting: Any) -> str:
+    return f": {parting.judgement} ({parting.measured})" if parting.measured else ""

@@ -1,0 +1,348 @@
+"""`diff` names the stage and the row or tensor of each planted fault, and raises no alarm over honest pairs.
+
+One world makes two steps of a tiny run again and again from one state, each time with one fault. Another world makes them with
+data and with tensor parallelism. docs/trust.md has the table of the faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import grpo_megatron
+from grpo_megatron import ConfigError
+from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, level_sizes, step_content
+from grpo_megatron.trust.compare import compare_runs, poisson_tail
+from grpo_megatron.trust.diff import DiffOptions, print_diff
+from grpo_megatron.types import PromptImage
+from tests.runs import make_run
+from tests.worlds import ranks
+
+SETTINGS = [
+    *("rollout.engine=transformers", "data.shuffle=false", "rollout.n=3", "data.train_batch_size=4"),
+    *("reward.function=tests.test_run:odd", "trainer.total_training_steps=2", "trainer.test_freq=-1"),
+    *(
+        "trainer.val_before_train=false",
+        "trainer.save_hf_at_end=false",
+        "trainer.save_freq=-1",
+        "trainer.logger=[jsonl]",
+    ),
+    *("actor.optim.lr=0.01", "actor.kl_loss_coef=0.05", "rollout.temperature=0.9"),
+    "algorithm.rollout_correction.rollout_rs=token",
+]
+QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
+EMBEDDING = "model.embed_tokens.weight"
+UP = "decoder.layers.2.mlp.linear_fc1.weight"
+At = Callable[[str, int, Any], None]  # a point of the step, the step, what is there
+
+
+def at(point: str, step: int, change: Callable[[Any], Any]) -> At:
+    """A fault that changes what is at one point of one step."""
+
+    def fault(name: str, number: int, content: Any) -> None:
+        if (name, number) == (point, step):
+            change(content)
+
+    return fault
+
+
+def sample(number: int, **changes: Any) -> At:
+    """A fault of one sample of step 0. A value that is a function gets the old one."""
+
+    def change(samples: Any) -> None:
+        one = samples[number]
+        for name, value in changes.items():
+            setattr(one, name, value(getattr(one, name)) if callable(value) else value)
+
+    return at("samples", 0, change)
+
+
+def column(name: str, row: int, change: Callable[[Any], Any]) -> At:
+    """A fault of one row of a tensor of the batch, in step 0."""
+    return at("batch", 0, lambda batch: getattr(batch, name)[row].copy_(change(getattr(batch, name)[row])))
+
+
+def parameter(run: Any, name: str) -> Any:
+    return dict(run.policy.ddp.module.named_parameters())[name]
+
+
+def scaled(name: str, factor: float) -> Callable[[Any], Any]:
+    return lambda run: parameter(run, name).data.mul_(factor)
+
+
+def moment(kind: str, name: str) -> Callable[[Any], Any]:
+    def lose(run: Any) -> None:
+        for part in getattr(run.policy.optimizer, "chained_optimizers", [run.policy.optimizer]):
+            group, order = part.model_param_group_index_map[parameter(run, name)]
+            part.optimizer.state[part.optimizer.param_groups[group]["params"][order]][kind].zero_()
+
+    return lose
+
+
+def swap(samples: Any, name: str, one: int, other: int) -> None:
+    values = getattr(samples[one], name), getattr(samples[other], name)
+    for place, value in zip((other, one), values, strict=True):
+        setattr(samples[place], name, value)
+
+
+def drop_token(samples: Any) -> None:
+    for name in ("response_ids", "rollout_logprobs", "loss_mask"):
+        setattr(samples[4], name, getattr(samples[4], name)[:-1])
+
+
+@contextlib.contextmanager
+def patched(target: str, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace `run.<target>.<name>` by what `make` makes of it. `run` is set by the step."""
+    owner = RUN[0]
+    for part in filter(None, target.split(".")):
+        owner = getattr(owner, part)
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+RUN: list[Any] = []
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# name -> (the fault, step, stage, the row or tensor that must be named first). As in docs/trust.md.
+FAULTS: dict[str, tuple[Any, int, str, str]] = {
+    "prompts in another order": (at("prompts", 1, lambda prompts: prompts.reverse()), 1, "prompts", "row 0:"),
+    "a template that drops the prompt's last token": (
+        sample(3, prompt=lambda p: replace(p, prompt_ids=p.prompt_ids[:-1])), 0, "prompts", "row 3:"),
+    "images of two prompts swapped": (at("samples", 0, lambda s: swap(s, "prompt", 2, 3)), 0, "prompts", "row 2:"),
+    "an image resized differently": (
+        sample(5, prompt=lambda p: replace(p, images=(replace(p.images[0], digest="other"),))), 0, "images", "row 5:"),
+    "a rank with another seed": (sample(7, seed=lambda seed: seed + 1), 0, "seeds", "row 7:"),
+    "weights changed between update and sync": (at("prompts", 1, lambda _: scaled(UP, 1.01)(RUN[0])), 1, "engine weights",
+        "model.layers.2.mlp.gate_proj.weight"),
+    "a replica that has missed a sync": (sample(2, version=-1), 0, "sampled by", "row 2:"),
+    "a template that drops a token": (at("samples", 1, drop_token), 1, "responses", "row 4:"),
+    "a loss mask that is shifted by one": (sample(1, loss_mask=lambda mask: [0, *mask[:-1]]), 0, "responses", "row 1:"),
+    "another finish reason": (sample(0, finish_reason="other"), 0, "responses", "row 0:"),
+    "temperature missing in the engine's log-probabilities": (
+        sample(6, rollout_logprobs=lambda old: [0.9 * one for one in old]), 0, "engine log-probabilities", "row 6:"),
+    "a route table shifted by one": (sample(8, routes=lambda r: np.roll(r, 1, axis=0)), 0, "routes", "row 8:"),
+    "a reward that reads the clock": (sample(9, reward=lambda r: r + 1e-6), 0, "rewards", "row 9:"),
+    "a worker that answers with another row's reward": (
+        at("samples", 0, lambda s: swap(s, "reward", *different(s))), 0, "rewards", "row "),
+    "rewards at steps, one token late": (sample(4, steps=[(1, 0.0)]), 0, "rewards", "row 4:"),
+    "a reward that reports the load": (sample(3, reward_metrics=lambda m: {**m, "seconds": 0.1}), 0, "reward parts", "row 3:"),
+    "a penalty on one response": (at("batch", 0, lambda b: b.table.reward.__setitem__(2, -1.0)), 0, "scores", "row 2:"),
+    "temperature missing in the trainer's pass": (
+        lambda: patched("policy", "temperature", lambda t: 1.0), 0, "old log-probabilities", "row "),
+    "a reference of other weights": (column("ref_logprobs", 5, lambda t: t * 1.001), 0, "reference log-probabilities", "row 5:"),
+    "a correction that is not truncated": (column("correction", 1, lambda t: t * 2), 0, "corrections", "row 1:"),
+    "the advantage of one row": (column("advantages", 3, lambda t: t + 1e-3), 0, "advantages", "row 3:"),
+    "advantages with the wrong sign": (at("batch", 1, lambda b: b.advantages.neg_()), 1, "advantages", "row "),
+    "a denominator per micro-batch": (column("token_weights", 4, lambda t: t * 2), 0, "token weights", "row 4:"),
+    "one row twice": (at("batch", 0, lambda b: b.mini_batches[0][0].__setitem__(0, b.mini_batches[0][0][1])), 0,
+        "gradients 0", "model.embed_tokens.weight"),
+    "gradients that are not cleared": (
+        lambda: patched("policy.ddp", "zero_grad_buffer", lambda _: lambda: None), 0, "gradients 0", "model.embed_tokens.weight"),
+    "the scale of one gradient": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.mul_(0.5)), 0,
+        "gradients 0", "model.layers.1.self_attn.q_proj.weight"),
+    "one element of one gradient": (at("gradients", 0, lambda run: parameter(run, UP).main_grad[3, 5].add_(1e-4)), 0,
+        "gradients 0", "model.layers.2.mlp.gate_proj.weight"),
+    "a swapped KL direction": (lambda: patched("", "loss", lambda _: loss(kl_loss_type="kl")), 0, "gradients 0", EMBEDDING),
+    "an entropy bonus": (lambda: patched("", "loss", lambda _: loss(entropy_coeff=0.1)), 0, "gradients 0", EMBEDDING),
+    "a lost first moment": (at("prompts", 1, lambda _: moment("exp_avg", QKV)(RUN[0])), 1, "weights",
+        "model.layers.1.self_attn.q_proj.weight"),
+    "a lost second moment": (at("prompts", 1, lambda _: moment("exp_avg_sq", UP)(RUN[0])), 1, "weights",
+        "model.layers.2.mlp.gate_proj.weight"),
+    "another learning rate": (
+        lambda: patched("policy.lr_scheduler", "get_lr", lambda old: lambda group: 2 * old(group)), 0, "weights", EMBEDDING),
+    "one stale tensor": (at("updated", 0, lambda run: scaled(UP, 0.999)(run)), 0, "weights",
+        "model.layers.2.mlp.gate_proj.weight"),
+    "one element of one weight": (at("updated", 1, lambda run: parameter(run, QKV).data[0, 0].add_(1e-3)), 1, "weights",
+        "model.layers.1.self_attn.q_proj.weight"),
+    "random numbers that something takes": (at("updated", 0, lambda run: torch.rand(1)), 0, "random state", "rank 0"),
+}  # fmt: skip
+
+
+def different(samples: Any) -> tuple[int, int]:
+    """Two samples of one prompt with different rewards."""
+    pairs = (
+        (i, j) for i in range(len(samples)) for j in range(i) if samples[i].prompt_index == samples[j].prompt_index
+    )
+    return next((i, j) for i, j in pairs if samples[i].reward != samples[j].reward)
+
+
+def loss(**changes: Any) -> Any:
+    from grpo_megatron.training.correction import build_loss
+
+    return build_loss(RUN[0].config.actor.model_copy(update=changes), RUN[0].config.algorithm)
+
+
+def two_steps(run: Any, folder: Path, fault: Any = None) -> None:
+    """Make two steps from the saved state, with a fault, and write their trace."""
+    from grpo_megatron.training.trace import Trace
+
+    RUN[:] = [run]
+    run.load_state(folder.parent / "state")
+    run.policy.device.seed(1, 0)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run.config.record(), default=str))))
+    config = run.effective.model_copy(
+        update={"trainer": run.effective.trainer.model_copy(update={"output_dir": folder})}
+    )
+    planted: At = lambda point, step, content: None  # noqa: E731
+    with contextlib.ExitStack() as faults:
+        if fault is not None and fault.__code__.co_argcount == 0:
+            faults.enter_context(fault())
+        elif fault is not None:
+            planted = fault
+        run.trace = faults.enter_context(
+            contextlib.closing(Trace(config, run.policy, run.placement.provenance, None, 0))
+        )
+        digest, step = run.trace.gradients, 0
+        run.trace.gradients = lambda norm: (planted("gradients", step, run), digest(norm))
+        for step in (0, 1):
+            prompts = list(run.prompts[4 * step : 4 * step + 4])
+            run._leave_rollout()
+            planted("prompts", step, prompts)
+            samples = run.sample(prompts)
+            for one in samples:  # this model reads neither
+                one.routes = np.arange(2 * len(one.response_ids), dtype=np.int8).reshape(-1, 2)
+                one.prompt = replace(one.prompt, images=(PromptImage(one.prompt.uid, (1, 1), 0, b""),))
+            planted("samples", step, samples)
+            batch = run.batch(samples)
+            planted("batch", step, batch)
+            run.update(batch)
+            planted("updated", step, run)
+            run.trace.write(step, samples, batch)
+            run.metrics.reduce()
+
+
+@ranks()
+def make_runs(folder: Path, overrides: list[str], faults: list[str]) -> None:
+    """Write the trace of an honest run, and of one with each fault."""
+    settings = [*SETTINGS, *overrides, f"trainer.output_dir={folder / 'out'}"]
+    with grpo_megatron.open(folder.parent / "run.yaml", settings) as run:
+        run.save_state(folder / "state")
+        for fault in ("honest", *faults):
+            two_steps(run, folder / fault, FAULTS[fault][0] if fault in FAULTS else None)
+
+
+def traces(folder: Path, *names: str) -> list[TraceFolder]:
+    return [TraceFolder(folder / name) for name in names]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("diff"))
+    make_runs(1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=["again", *FAULTS])
+    tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
+    make_runs(2, folder=folder / "tp2", overrides=tp2, faults=list(BEYOND_ROUNDING))
+    return folder
+
+
+def test_every_planted_fault_is_named(runs: Path) -> None:
+    wrong = []
+    for name, (_, step, stage, leaf) in FAULTS.items():
+        result = compare_runs(*traces(runs / "one", "honest", name))
+        first = result.first
+        place = (first.step, first.stage, first.leaves[0].name) if first and first.leaves else None
+        if place is None or place[:2] != (step, stage) or not place[2].startswith(leaf) or not result.cause:
+            wrong.append(f"{name}: {place}, not {(step, stage, leaf)}; {result.cause}")
+    assert not wrong, "\n".join(wrong)
+    listed = re.findall(r"^\| ([^|]+) \| \d+ \|", (ROOT / "docs/trust.md").read_text(), re.M)
+    assert listed == list(FAULTS)
+
+
+# Faults in another layout than the honest run's: told from rounding, by these stages.
+BEYOND_ROUNDING = {
+    "the advantage of one row": "advantages",
+    "the scale of one gradient": "gradients 0",
+    "temperature missing in the trainer's pass": "old log-probabilities",
+    "a denominator per micro-batch": "token weights",
+    "an entropy bonus": "gradients 0",
+    "a lost first moment": "weights",
+}
+
+
+def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
+    """The same run twice is equal. Another layout rounds differently, and a fault in it is still found."""
+    assert compare_runs(*traces(runs, "one/honest", "one/again")).verdict == "equal"
+    sides = traces(runs, "one/honest", "tp2/honest")
+    exact, judged = compare_runs(*sides), compare_runs(*sides, tolerance=True)
+    assert exact.verdict == "part" and exact.first and exact.first.stage.startswith(("old", "gradients", "engine log"))
+    assert "rounding" in exact.cause and any(change.kind == "layout" for change in exact.changes)
+    assert judged.verdict == "explained", judged.partings
+    for fault, stage in BEYOND_ROUNDING.items():
+        judged = compare_runs(*traces(runs, "one/honest", f"tp2/{fault}"), tolerance=True)
+        assert judged.verdict == "wrong" and judged.first and judged.first.stage == stage, (fault, judged.partings)
+
+
+def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text, JSON and page; later differences of other prompts are said to be no consequence; one sentence for bad input."""
+    honest, left = runs / "one/honest", tmp_path / "run"
+    options = {"left": honest, "json_file": tmp_path / "a.json", "page": tmp_path / "a.html"}
+    assert print_diff(DiffOptions(**options, right=runs / "one/a worker that answers with another row's reward")) == 1
+    text = capsys.readouterr().out
+    assert "first: step 0, rewards" in text and "2 of 12 rows" in text and "no function of the response" in text
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert stored["verdict"] == "part" and stored["partings"][0]["leaves"][0]["left"]["reward"] >= 0
+    assert "<h2>likely cause</h2>" in (tmp_path / "a.html").read_text()
+    assert print_diff(DiffOptions(left=honest, right=runs / "tp2/honest", tolerance=1.0)) == 0
+
+    def refuse(change: Callable[[Path], Any]) -> str:
+        shutil.rmtree(left, ignore_errors=True)
+        shutil.copytree(honest, left)
+        change(left)
+        with pytest.raises(ConfigError) as error:
+            print_diff(DiffOptions(left=left, right=runs / "one/a lost first moment"))
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
+        path.write_bytes(change(path.read_bytes()))
+
+    assert "is no folder" in refuse(shutil.rmtree)
+    assert "has no trace" in refuse(lambda run: shutil.rmtree(run / "trace"))
+    cut = refuse(lambda run: edit(run / "trace/step_000001.bin", lambda old: old[:-9]))
+    assert "step_000001.bin is cut short" in cut
+    lines = "trace/steps.jsonl"
+    assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 1', b'"format": 0')))
+    assert "beginning was cut" in refuse(lambda run: edit(run / lines, lambda old: old.partition(b"\n")[2]))
+    edit(left / "trace/step_000000.bin", lambda old: old)
+    shutil.rmtree(left)
+    shutil.copytree(honest, left)
+    edit(left / lines, lambda old: b"".join(old.splitlines(keepends=True)[:2]))  # step 1 is missing
+    result = compare_runs(TraceFolder(left), TraceFolder(honest))
+    assert result.verdict == "equal" and "1 more steps, from step 1 on" in result.notes[0]
+    with pytest.raises(ConfigError, match="name two runs; or one with --self"):
+        DiffOptions(left=left)
+
+
+def test_two_large_steps_are_compared_with_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, wrong, read = 50_000, [7, 33_333], []
+    files = []
+    for name, changed in (("a", []), ("b", wrong)):
+        digests = np.arange(count, dtype=np.uint64)
+        digests[changed] += np.uint64(1)
+        content, _ = step_content(0, {"seeds": Leaves(digests, np.zeros((count, 0)))}, np.zeros((count, 2)), [])
+        (tmp_path / name).write_bytes(content)
+        files.append(StepFile(tmp_path / name))
+    nodes = StepFile.nodes
+    monkeypatch.setattr(StepFile, "nodes", lambda self, *at: (read.append(1), nodes(self, *at))[1])
+    assert list(files[0].differing(files[1], "seeds")) == wrong
+    assert len(read) <= 2 * 2 * len(level_sizes(count)) < 30  # sides x differences x levels
+
+
+def test_poisson_tail() -> None:
+    """P(X >= 1) = 1 - e^-m, P(X >= 2) = 1 - e^-m (1 + m)."""
+    assert poisson_tail(0, 0.5) == 1 and poisson_tail(1, 0.5) == pytest.approx(1 - math.exp(-0.5))
+    assert poisson_tail(2, 1e-4) == pytest.approx(0.5e-8, rel=1e-3) and poisson_tail(100, 1.0) == 0
