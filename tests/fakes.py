@@ -567,6 +567,7 @@ def run_trainer(
             "test_freq": -1,
             "save_freq": -1,
             "save_hf_at_end": False,
+            "trace": "off",
         },
     }
     for section, values in sections.items():

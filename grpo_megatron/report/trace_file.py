@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from grpo_megatron.report.metrics import Array
 from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.untrusted import ReadError, parse_json
 
-Array = np.ndarray[Any, Any]
 FORMAT = 1
 FAN = 16
 STEPS_FILE = "steps.jsonl"
@@ -86,7 +86,7 @@ def stage_order(name: str) -> tuple[int, int, int]:
 # -- trees -------------------------------------------------------------------------------------------------------------
 
 
-def tree(leaves: Array) -> list[Array]:
+def tree_levels(leaves: Array) -> list[Array]:
     """Return the levels of the tree over `leaves`, uint64 [n]: the leaves first, the root last, uint64 [1]."""
     levels = [leaves]
     while len(levels[-1]) != 1:
@@ -100,7 +100,7 @@ def tree(leaves: Array) -> list[Array]:
 
 def root(leaves: Array) -> str:
     """Return the root of the tree over `leaves`, in hexadecimal."""
-    return f"{int(tree(leaves)[-1][0]):016x}"
+    return f"{int(tree_levels(leaves)[-1][0]):016x}"
 
 
 def _mixed(values: Array) -> Array:
@@ -136,7 +136,7 @@ def step_content(
     """Make a step's file, and its roots. `rows`: int64 [rows, 2], prompt and sample; `uids`: of the prompts."""
     parts, sizes, roots = [rows.astype("<i8").tobytes()], [], {}
     for name, leaves in stages.items():
-        levels = tree(leaves.digests)
+        levels = tree_levels(leaves.digests)
         roots[name] = f"{int(levels[-1][0]):016x}"
         numbers = leaves.numbers.astype("<f4").tobytes()
         sizes.append([name, len(leaves.digests)])

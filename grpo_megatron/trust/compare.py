@@ -4,12 +4,12 @@ Two runs that only round differently (another layout, kernel or library) part in
 each stage has a bound on what rounding explains, and a stage beyond its bound is wrong, not only different:
 
     rows     |difference of means| <= B, and |difference of projections| / sqrt(tokens) <= 4 B,      B = FIRST[dtype] * (1 + u)
-    tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 * total),   G = GRADIENT[dtype] * (1 + 10 u)
+    tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 total),  G = GRADIENT[dtype] * (1 + 10 u)
 
 with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
-the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update. Prompts,
-images, seeds, and rewards of equal responses have no rounding. A response parts where two logits are within the rounding of each
-other: n of them are explained while a Poisson number of mean 2 B * tokens reaches n with a probability above 1e-6.
+the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update.
+Prompts, images, seeds, and rewards of equal responses have no rounding. A response parts where two logits are within the rounding
+of each other: n of them are explained while a Poisson number of mean 2 B * tokens reaches n with a probability above 1e-6.
 
 After the first step whose responses part, samples are others, and nothing is judged.
 """
@@ -38,7 +38,7 @@ NEAR = 1e-6  # token weights: sums of numbers of tokens
 GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
-NEUTRAL = re.compile(
+NO_EFFECT = re.compile(
     r"trainer\.(output_dir|save_freq|test_freq|val_before|resume_mode|verify|accept|stop_|async_save|max_actor_ckpt|save_hf|logger|project"
     r"|experiment|tags|num_logged|trace|rollout_data|timeout_s|stall|peak_tflops|total_)"
 )
@@ -49,7 +49,7 @@ LAYOUT = re.compile(
 NOTHING, ROUNDING, RESULTS = "changes no number", "may change rounding", "may change results"
 EFFECTS = {"data": RESULTS, "code": RESULTS, "libraries": ROUNDING, "machine": ROUNDING, "layout": ROUNDING}
 
-CAUSES = {  # of the first stage that parts, where all stages before it are equal
+STAGE_CAUSES = {  # of the first stage that parts, where all stages before it are equal
     "prompts": "the data or their order: rows, data.seed, data.shuffle, the tokenizer, the chat template",
     "images": "the image files, or how they are resized",
     "seeds": "rollout.seed, or a rank with another seed",
@@ -163,7 +163,7 @@ def _config_changes(left: Mapping[str, Any], right: Mapping[str, Any], same_inpu
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
             is_place = same_inputs and key.rpartition(".")[2].endswith(("path", "files"))  # the same content elsewhere
-            effect = NOTHING if is_place or NEUTRAL.match(key) else ROUNDING if LAYOUT.match(key) else RESULTS
+            effect = NOTHING if is_place or NO_EFFECT.match(key) else ROUNDING if LAYOUT.match(key) else RESULTS
             yield Change("config", key, left.get(key), right.get(key), effect)
 
 
@@ -382,9 +382,9 @@ def _explain(result: Diff, sides: _Sides) -> None:
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"
         )
         if result.verdict == "part":
-            result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + CAUSES[base]
+            result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + STAGE_CAUSES[base]
     else:
-        result.cause = CAUSES[base]
+        result.cause = STAGE_CAUSES[base]
     if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
         result.cause += AFTER_RESUME
     if changed:

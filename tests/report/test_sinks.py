@@ -298,6 +298,6 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     path.symlink_to("/dev/full")
     sink = JsonlSink.__new__(JsonlSink)
     sink._file = path.open("a")
-    with pytest.raises(StorageError, match=r"metrics of step 3 to .*metrics\.jsonl: .*No space left on device"):
+    with pytest.raises(StorageError, match=r"step 3 to .*metrics\.jsonl: .*No space left on device"):
         sink.log(3, {"a": 1.0})
     sink.close()

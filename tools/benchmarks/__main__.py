@@ -13,6 +13,7 @@
     python -m tools.benchmarks roles [--steps 12] [--decode 0.025] [--update 0.8]
     python -m tools.benchmarks saving [--steps 5] [--folder DIR]
     python -m tools.benchmarks scale [--ranks 64 512 4096] [--samples 65536]
+    python -m tools.benchmarks trace [--workload 0.4M] [--steps 4] [--prompts N]
     python -m tools.benchmarks start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python -m tools.benchmarks step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
     python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR] [--work DIR]
@@ -43,6 +44,8 @@ of one rank beside requests that ranks share. roles: steps of ranks that train a
 
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
 a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
+
+trace: what a step's trace costs beside the step, in the same run.
 
 start: from the command to the first sampled token on the CPU, and where the time goes; beside another checkout.
 
@@ -78,6 +81,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "routes": ("runs", "add_routes_arguments", "routes", "a mixture of experts with and without route replay"),
     "roles": ("runs", "add_roles_arguments", "roles", "ranks of two roles, beside ranks that train and sample in turn"),
     "scale": ("scale", "add_arguments", "scale", "the host side of a step with thousands of ranks"),
+    "trace": ("trace", "add_arguments", "measure_trace", "the trace of a step, beside the step"),
     "start": ("start", "add_arguments", "start", "the start of a run, up to the first sampled token"),
     "hour": ("hour", "add_arguments", "hour", "an hour on one H100, beside published numbers"),
     "step": ("step", "add_arguments", "step", "whole steps, beside TRL"),
