@@ -102,6 +102,8 @@ def test_context_parallel_ranks_compute_what_one_does(medium: Path, te: dict[str
 def test_a_link_reaches_its_share_of_the_rails(record_figure: Callable[..., None]) -> None:
     """An all-reduce of 256 MB by the preflight's own floor: at least 20 GB/s, and 0.4 of a rail."""
     conftest.needs_devices(2)
+    if not torch.cuda.can_device_access_peer(0, 1):
+        pytest.skip("these GPUs reach each other through the host, which no floor is meant for")
     for rails, problems in conftest.run(training_ranks.links, 2):
         record_figure("GB/s of a rail", rails)
         assert problems == []

@@ -393,8 +393,8 @@ PARTS: dict[str, tuple[str, list[Case]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--folder", type=Path, default=ROOT / "outputs" / "hour", help="results")
-    parser.add_argument("--work", type=Path, help="random weights and runs, some 20 GB; by default FOLDER/work")
+    parser.add_argument("--folder", type=_folder, default=ROOT / "outputs" / "hour", help="results")
+    parser.add_argument("--work", type=_folder, help="random weights and runs, some 20 GB; by default FOLDER/work")
     parser.add_argument("--parts", type=_parts, default="".join(PARTS), help=f"some of {''.join(PARTS)}")
     parser.add_argument("--minutes", type=float, default=50.0, help="no case begins after so many")
 
@@ -403,6 +403,12 @@ def _parts(text: str) -> str:
     if unknown := [part for part in text if part not in PARTS]:
         raise argparse.ArgumentTypeError(f"no part {', '.join(unknown)}: the parts are {''.join(PARTS)}")
     return text
+
+
+def _folder(text: str) -> Path:
+    if (path := Path(text)).exists() and not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a file: name a folder")
+    return path
 
 
 def hour(args: argparse.Namespace) -> int:
