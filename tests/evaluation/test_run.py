@@ -363,7 +363,7 @@ def test_a_run_with_other_settings_is_refused(
     (tmp_path / "full" / "thesis.tex").write_text("")
     assert main(command(output="full")) == 2 and "holds something else" in capsys.readouterr().err
     in_use = pytest.raises(ConfigError, match="in use by process")
-    with claim_output(tmp_path / "out"), in_use, claim_output(tmp_path / "out"):
+    with claim_output(tmp_path / "out"), claim_output(tmp_path / "full"), in_use, claim_output(tmp_path / "out"):
         pass
 
 
