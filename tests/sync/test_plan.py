@@ -22,8 +22,8 @@ MIB = 1 << 20
 
 
 def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
-    """Over the network, where a node's readers take turns. And the message buffers fit the budget, unless a single slice alone
-    exceeds it."""
+    """Over the network, where a node's readers take turns, and within a node. And the message buffers fit the budget, unless a
+    single slice alone exceeds it."""
     num_compared = 0
     for number, (family, grid, sizes, rollout_ep) in enumerate(LAYOUTS):
         budget = budget_of(number)
@@ -42,6 +42,9 @@ def test_no_rank_sends_much_more_than_others_that_hold_the_same() -> None:
             for node in {grid.node(rank) for rank in first}:
                 readers = [rank for rank in (*relayed, *first) if grid.node(rank) == node]
                 assert len({first[rank] for rank in readers}) == 1, (LAYOUTS[number], first)
+            within = Counter(t.source for transfers in rotation for t in transfers if t.phase == NODE)
+            holders = itertools.groupby(routes.holders, grid.node)
+            assert all(len({within[rank] for rank in ranks}) == 1 for _, ranks in holders), (LAYOUTS[number], within)
         if max(map(plan.numel, plan.slices)) <= budget:
             assert traffic.buffers().max() <= budget, LAYOUTS[number]
     assert num_compared > 200
