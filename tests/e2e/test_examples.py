@@ -232,7 +232,7 @@ def verl_file(source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_gsm8k_end_to_end(gsm8k: Path, tmp_path: Path) -> None:
     """Real problems, real chat template, real answers, a random model: every phase runs and every metric is logged.
 

@@ -165,7 +165,8 @@ def test_responses_in_progress_go_on_in_other_layouts(workspace: Path, tmp_path:
     assert SPECIAL & continued(whole["samples"])
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.soak)])
+@pytest.mark.soak  # test_determinism.py has the same without images
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_samples_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path, engine: str) -> None:
     """7 x 3 samples do not divide by 4, and engines decode 3 at a time, so ranks take waiting requests of each other.
 

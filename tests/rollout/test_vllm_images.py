@@ -249,8 +249,7 @@ def test_what_the_engine_sets_for_images_cannot_be_set() -> None:
     "name",
     [
         pytest.param("qwen2_5_vl", marks=pytest.mark.both_stacks),
-        "published config, block",
-        pytest.param("block", marks=pytest.mark.soak),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in WORLDS if name != "qwen2_5_vl"),
     ],
 )
 def test_world(name: str, tmp_path: Path) -> None:
