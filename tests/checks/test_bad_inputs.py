@@ -86,6 +86,7 @@ rollout.stop_token_ids=[100,101,-1]
     => rollout.stop_token_ids=[100, 101, -1]: 101, -1 is outside | vocabulary of 0 to 100 | rollout.stop
 actor.loss_mode=no_such_module:loss => cannot import module 'no_such_module' | PYTHONPATH
 actor.loss_mode=sys:maxsize => actor.loss_mode='sys:maxsize' is not a function | set the name of one
+reward.function=tests.e2e.rewards:broken_reward => called on a real row | it fails on a completion with the answer
 reward.kwargs.strict=true => reward.function | cannot be called | reward.kwargs | strict
 actor.optim.min_lr=1 => actor.optim.min_lr=1 | actor.optim.lr=1e-06 | or less
 actor.optim.lr_warmup_steps=16 actor.ppo_mini_batch_size=4 actor.ppo_epochs=2

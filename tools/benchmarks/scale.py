@@ -126,12 +126,13 @@ class SimulatedStep:
 
     def select(self) -> Any:
         """A round of dynamic sampling, after its table is gathered."""
+        from grpo_megatron.algo.advantages import informative_groups
         from grpo_megatron.report.metrics import Metrics
         from grpo_megatron.sampling import wrappers
-        from grpo_megatron.sampling.collector import Group, informative_prompts
+        from grpo_megatron.sampling.collector import Group
 
         drawn = [Group(0, []) for _ in range(self.num_samples // GROUP)]
-        chosen = [drawn[index] for index in informative_prompts(self.table)]
+        chosen = [drawn[self.table.prompt_index[rows[0]]] for rows in informative_groups(self.table)]
         inner: Any = SimpleNamespace(groups=lambda step, count, metrics: drawn[:count])
         mesh: Any = None
         collector = wrappers.DynamicSampling(inner, mesh, round_size=len(drawn), max_rounds=1, max_staleness=1)
