@@ -77,6 +77,7 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
 
     def run(name: str, steps: int, profiled: range | None = None) -> list[dict[str, Any]]:
         trainer = {"total_training_steps": steps, "save_freq": 2}
+        trainer["trace_keep"] = 2 if name == "halves" else None
         trainer["rollout_data_dir"] = str(tmp_path / name / "rollouts")
         # The learning rate is constant, so that it does not depend on the number of steps.
         raw = merged(run_ranks.settings(workspace, tmp_path / name, 2, trainer=trainer), TP2)
@@ -103,6 +104,8 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
     ] == [0, 1, 0]
     traces = [TraceFolder(tmp_path / name).steps for name in ("whole", "halves")]
     assert traces[0] == traces[1] and [len(stages) for stages in traces[0].values()] == [24] * 3
+    kept = [len(list((tmp_path / name / "trace").glob("step_*.bin"))) for name in ("whole", "halves")]
+    assert kept == [3, 2]
     assert_seam(tmp_path / "halves")
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last step moved weights

@@ -202,9 +202,8 @@ def two_steps(run: Any, folder: Path, fault: Any = None) -> None:
     run.policy.device.seed(1, 0)
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run.config.record(), default=str))))
-    config = run.effective.model_copy(
-        update={"trainer": run.effective.trainer.model_copy(update={"output_dir": folder})}
-    )
+    settings = {"output_dir": folder, "trace": "light" if folder.name == "light" else "full"}
+    config = run.effective.model_copy(update={"trainer": run.effective.trainer.model_copy(update=settings)})
     planted: At = lambda point, step, content: None  # noqa: E731
     with contextlib.ExitStack() as faults:
         if fault is not None and fault.__code__.co_argcount == 0:
@@ -250,7 +249,7 @@ def traces(folder: Path, *names: str) -> list[TraceFolder]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("diff"))
-    make_runs(1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=["again", *FAULTS])
+    make_runs(1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=["again", "light", *FAULTS])
     tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
     make_runs(2, folder=folder / "tp2", overrides=tp2, faults=list(BEYOND_ROUNDING))
     return folder
@@ -283,6 +282,10 @@ BEYOND_ROUNDING = {
 def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
     """The same run twice is equal. Another layout rounds differently, and a fault in it is still found."""
     assert compare_runs(*traces(runs, "one/honest", "one/again")).verdict == "equal"
+    light = compare_runs(*traces(runs, "one/honest", "one/light"))
+    assert light.verdict == "equal" and light.notes == [
+        "not in both traces, and not compared: gradient norm, gradients"
+    ]
     sides = traces(runs, "one/honest", "tp2/honest")
     exact, judged = compare_runs(*sides), compare_runs(*sides, tolerance=True)
     assert exact.verdict == "part" and exact.first and exact.first.stage.startswith(("old", "gradients", "engine log"))
@@ -304,6 +307,19 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert stored["verdict"] == "part" and stored["partings"][0]["leaves"][0]["left"]["reward"] >= 0
     assert "<h2>likely cause</h2>" in (tmp_path / "a.html").read_text()
     assert print_diff(DiffOptions(left=honest, right=runs / "tp2/honest", tolerance=1.0)) == 0
+
+    dropped = runs / "one/a template that drops a token"
+    file = TraceFolder(honest).file(1)
+    assert file is not None
+    prompt, index = file.rows[4]
+    for number, folder in enumerate((honest, dropped)):
+        pieces = [["7 ", -0.5, 0.0], ["+ ", -1.5 - number, 0.0]]
+        one = {"index": index, "reward": 1.0, "advantage": None, "tokens": 2, "pieces": pieces, "drawn": True}
+        stored = {"step": 1, "groups": [{"uid": file.uids[prompt], "prompt": "", "answer": "", "samples": [one]}]}
+        (folder / "report_samples.jsonl").write_text(json.dumps(stored) + "\n")
+    assert print_diff(DiffOptions(left=honest, right=dropped)) == 1
+    text = capsys.readouterr().out
+    assert "from token 1: left [('+ ', -1.5)]" in text and "from token 1: right [('+ ', -2.5)]" in text
 
     def refuse(change: Callable[[Path], Any]) -> str:
         shutil.rmtree(left, ignore_errors=True)
