@@ -88,6 +88,12 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
     whole = run("whole", 3)
     first = run("halves", 2, profiled=range(1, 2))
     assert_profiled(tmp_path / "halves" / "profile", step=1)
+    left = tmp_path / "halves/trace"  # as a kill in the step after the checkpoint leaves it
+    (left / "step_000002.bin").write_bytes(b"left")
+    (left / "step_000007.bin").write_bytes(b"left")
+    (left / "steps.jsonl").write_text(
+        (left / "steps.jsonl").read_text() + '{"step": 7, "stages": {"prompts": "0"}}\n{"st'
+    )
     second = run("halves", 3)
     assert [r["first_step"] for r in second] == [2, 2]
     for a, b, c in zip(whole, first, second, strict=True):

@@ -13,6 +13,8 @@ from unittest import mock
 
 import pytest
 
+from grpo_megatron.report.trace_file import TraceFolder
+from grpo_megatron.trust.compare import compare_runs, compare_seams
 from tests import vision, worlds
 from tests.e2e import run_ranks, test_vision
 from tests.runs import write_rows
@@ -47,6 +49,9 @@ def test_a_short_soak(tmp_path: Path) -> None:
     assert (output / "checkpoints/step_000006.damaged").is_dir()
     assert rows_of(output) == rows_of(undisturbed) and len(rows_of(output)) == STEPS + 1  # and the last validation
     same_stored(output / LAST, undisturbed / LAST)
+    traced = TraceFolder(output)
+    compared, seams = compare_runs(TraceFolder(undisturbed), traced), compare_seams(traced)
+    assert (compared.verdict, compared.num_steps, seams.verdict, seams.num_steps) == ("equal", STEPS, "equal", 1)
     assert (output / "hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()
 
 
