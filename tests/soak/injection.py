@@ -23,7 +23,7 @@ from typing import Any
 
 # A point is a phase of a step (Metrics.phase), or the begin of one of these functions.
 FUNCTIONS = {
-    "start": ("grpo_megatron.trainer", "build_colocation"),
+    "start": ("grpo_megatron.training.placement", "build_colocation"),
     "log": ("grpo_megatron.report.step", "StepReport.log"),
     "save: state": ("grpo_megatron.training.checkpoint", "save_sharded"),
     "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite.write"),
