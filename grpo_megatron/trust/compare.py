@@ -92,8 +92,8 @@ class Leaf:
     """A row, tensor or rank that differs, with its numbers on both sides, by name."""
 
     name: str
-    left: dict[str, float]
-    right: dict[str, float]
+    left: dict[str, float | None]  # None: not finite, as the reward of a sample without one
+    right: dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ class _Sides:
             name = f"row {number}: prompt {file.uids[prompt]!r}, sample {index}"
         elif facts.kind == "tensor":
             name = self.left.tensors[number] if number < len(self.left.tensors) else name
-        sides = (dict(zip(facts.numbers, map(float, side[number]), strict=True)) for side in (left, right))
-        return Leaf(name, *sides)
+        values = ([float(v) if math.isfinite(v) else None for v in side[number]] for side in (left, right))
+        return Leaf(name, *(dict(zip(facts.numbers, side, strict=True)) for side in values))
 
     # -- what rounding explains ----------------------------------------------------------------------------------------
 
@@ -481,5 +481,7 @@ def compare_seams(trace: TraceFolder) -> Diff:
 def leaf_lines(leaves: Sequence[Leaf]) -> Iterator[str]:
     """Write each leaf with its numbers on both sides."""
     for leaf in leaves:
-        numbers = (f"{name} {leaf.left[name]:.8g} | {leaf.right[name]:.8g}" for name in leaf.left)
-        yield "  ".join([leaf.name, *numbers])
+        sides = [
+            {name: "none" if v is None else f"{v:.8g}" for name, v in side.items()} for side in (leaf.left, leaf.right)
+        ]
+        yield "  ".join([leaf.name, *(f"{name} {text} | {sides[1][name]}" for name, text in sides[0].items())])

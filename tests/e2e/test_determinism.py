@@ -110,6 +110,8 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
     ] == [0, 1, 0]
     traces = [TraceFolder(tmp_path / name).steps for name in ("whole", "halves")]
     assert traces[0] == traces[1] and [len(stages) for stages in traces[0].values()] == [24] * 3
+    for step in (0, 1):  # the trace's own digests, of shards, and the sync's
+        assert traces[0][step]["weights"] == traces[0][step + 1]["engine weights"]
     kept = [len(list((tmp_path / name / "trace").glob("step_*.bin"))) for name in ("whole", "halves")]
     assert kept == [3, 2]
     assert_seam(tmp_path / "halves")

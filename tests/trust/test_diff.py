@@ -145,6 +145,7 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "a reward that reads the clock": (sample(9, reward=lambda r: r + 1e-6), 0, "rewards", "row 9:"),
     "a worker that answers with another row's reward": (
         at("samples", 0, lambda s: swap(s, "reward", *different(s))), 0, "rewards", "row "),
+    "a reward that has timed out": (sample(6, reward=math.nan), 0, "rewards", "row 6:"),
     "rewards at steps, one token late": (sample(4, steps=[(1, 0.0)]), 0, "rewards", "row 4:"),
     "a reward that reports the load": (sample(3, reward_metrics=lambda m: {**m, "seconds": 0.1}), 0, "reward parts", "row 3:"),
     "a penalty on one response": (at("batch", 0, lambda b: b.table.reward.__setitem__(2, -1.0)), 0, "scores", "row 2:"),
@@ -304,6 +305,8 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "first: step 0, rewards" in text and "2 of 12 rows" in text and "no function of the response" in text
     stored = json.loads((tmp_path / "a.json").read_text())
+    timed_out = compare_runs(*traces(runs / "one", "honest", "a reward that has timed out"))
+    assert timed_out.first and timed_out.first.leaves[0].right == {"reward": None}
     assert stored["verdict"] == "part" and stored["partings"][0]["leaves"][0]["left"]["reward"] >= 0
     assert "<h2>likely cause</h2>" in (tmp_path / "a.html").read_text()
     assert print_diff(DiffOptions(left=honest, right=runs / "tp2/honest", tolerance=1.0)) == 0
