@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import grpo_megatron
 from grpo_megatron.checks.resume import InputDigests
 from grpo_megatron.config import Config
 from grpo_megatron.models.layers.spec import choose_kernels
@@ -380,7 +379,7 @@ def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[st
     return {
         "format": FORMAT,
         "libraries": {"python": platform.python_version(), **versions},
-        "code": {"grpo_megatron": grpo_megatron.__version__, "sources": _sources_digest()},
+        "code": {"sources": _sources_digest()},
         "machine": {"device": device.name or platform.machine(), "kernels": kernels},
         "layout": {**sizes, "rollout_tp": config.rollout.tensor_model_parallel_size, "roles": config.num_rollout_ranks},
         "tensors": list(tensors),
@@ -388,7 +387,7 @@ def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[st
 
 
 def _sources_digest() -> str:
-    folder = Path(grpo_megatron.__file__).parent
+    folder = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
