@@ -57,6 +57,10 @@ _NAME = (
 SECRET_KEY = re.compile(rf"(?:{_WORD}|{_NAME})$|(?:^|\.)(?:token|use_wandb|authorization)$", re.IGNORECASE)
 _RANDOM = r"(?=[A-Za-z]{0,40}\d)[A-Za-z0-9]{16,}"  # no word: `sk-large-model-2024` stays
 _HASH = r"(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{40}"
+_PEM = (  # a block that is cut ends with its last line of base64
+    r"-----BEGIN (?:[A-Z\d]+ ){0,3}PRIVATE KEY(?: BLOCK)?-----"
+    r"(?:(?:(?!-----)[\s\S]){0,20000}-----END [A-Z\d ]{1,40}-----|(?:(?:\\[rn]|\s)*[A-Za-z\d+/=]{16,})*)"
+)
 SECRET_FORM = re.compile(
     rf"\b(?:hf_[A-Za-z0-9]{{20,}}|sk-(?=(?:\w{{1,40}}-){{0,5}}{_RANDOM})[\w-]{{20,}}"
     rf"|wandb_v\d_(?=\w{{0,40}}{_RANDOM})\w{{20,}}|gh[pousr]_[A-Za-z0-9]{{20,}}|github_pat_\w{{20,}}"
@@ -65,6 +69,7 @@ SECRET_FORM = re.compile(
     r"|eyJ[\w-]{10,400}\.eyJ[\w-]{10,}\.[\w-]{10,})"
     rf"|(?P<kept>(?i:\b(?:git|commit|revision|checkout|sha-?1|hash)\W{{1,3}}){_HASH}\b)"  # no key of wandb
     rf"|\b(?<![/.:@-]){_HASH}(?![\w/])"  # of wandb; a commit in a path stays
+    rf"|{_PEM}"
     r"|(?P<head>(?i:\bauthorization: (?:bearer|basic) |\bbearer (?=[\w.~+/=-]{0,40}\d)))[\w.~+/=-]{8,}"
     r"|(?P<scheme>://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user:password@host
     r"|(?P<query>(?i:[?&]token=|[?&]sig=|-signature=))[^\s&'\"]+"

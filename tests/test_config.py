@@ -9,6 +9,7 @@ import yaml
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
+from tests.printed import run_printed
 
 
 @pytest.fixture
@@ -130,6 +131,7 @@ def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: s
     with pytest.raises(ConfigError) as error:
         load_config(path, [override])
     assert expected in str(error.value)
+    assert ("grpo-megatron" in expected) <= bool(run_printed(str(error.value), path.parent))
 
 
 def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:

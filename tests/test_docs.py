@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,21 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_megatron.algo.advantages import advantage_estimators
+from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.checks.components import name_problems, reward_name_problems
 from grpo_megatron.cli.main import COMMANDS, find_command, main
-from grpo_megatron.config import Config
+from grpo_megatron.config import Config, MultiTurnConfig
 from grpo_megatron.config.options import parse
 from grpo_megatron.config.section import config_keys
+from grpo_megatron.environments.pool import make_environment
+from grpo_megatron.registry import find_modules
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import RewardItem
+from tests.algo.inputs import make_inputs
+from tests.algo.tables import make_table
+from tests.files import DATA
+from tests.runs import make_run, texts, write_rows
 from tools.keys_page import PAGE, keys_page
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,10 +102,20 @@ def test_the_symptoms_are_texts_of_the_program() -> None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """The arguments of each command of this program in the page's blocks, without comments and placeholders."""
-    for _, block in FENCE.findall(text):
-        for line in re.sub(r"\\\n\s*", "", block).splitlines():
+def without_brackets(word: str) -> str:
+    """Of `[section.key=value ...]`, which need not be there."""
+    word = word.removeprefix("[")
+    return word.removesuffix("]") if word.count("]") > word.count("[") else word
+
+
+def commands(text: str, are_marked: bool = True) -> Iterator[list[str]]:
+    """The arguments of each command of this program in the page's blocks, without comments and placeholders.
+
+    `are_marked`: also in blocks that say why they are not run.
+    """
+    for block in FENCE.finditer(text):
+        lines = re.sub(r"\\\n\s*", "", block[2]).splitlines()
+        for line in lines if are_marked or not ELSEWHERE.search(text, 0, block.start()) else ():
             for prefix in PREFIXES:
                 command = line.strip().removeprefix("$ ")
                 if command.startswith(prefix):
@@ -104,7 +127,8 @@ ELSEWHERE = re.compile(
     r"<!-- not run here: (.+?) -->\n\Z"
 )  # in the page, before a block: why no test of this file runs it
 LANGUAGES = {"python", "yaml", "bash", "text"}
-QUICK = ("keys", "plan examples/")  # commands of this program that need neither a model nor a run
+QUICK = ("keys", "plan", "init", "import", "examples", "convert to-megatron", "convert verify A B", "convert inspect")
+MODULE = re.compile(r"# (\w+\.py)\b")  # the first line of a block that is a file
 
 
 def shell_commands(block: str) -> list[str]:
@@ -125,19 +149,44 @@ def test_every_shell_block_is_ours_or_says_why_it_is_not_run(name: str) -> None:
             assert not any(line.startswith(PREFIXES) for line in shell_commands(block[2])), block[2]
 
 
+def is_quick(words: list[str]) -> bool:
+    return shlex.join(words).startswith(QUICK) or "--dry-run" in words
+
+
 @pytest.mark.slow
-def test_quick_commands_of_the_pages_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    quick = {tuple(words) for name in NAMES for words in commands(text_of(name)) if shlex.join(words).startswith(QUICK)}
-    assert quick
-    for words in quick:
-        assert main(list(words)) == 0, (words, capsys.readouterr().err)
-
-
-def without_brackets(word: str) -> str:
-    """Of `[section.key=value ...]`, which need not be there."""
-    word = word.removeprefix("[")
-    return word.removesuffix("]") if word.count("]") > word.count("[") else word
+@pytest.mark.parametrize("name", [name for name in NAMES if any(map(is_quick, commands(text_of(name))))])
+def test_quick_commands_of_the_pages_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of the page, in a folder with stand-ins of the files that it names, and what its Python blocks write."""
+    monkeypatch.chdir(make_run(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "outputs/quickstart/run").mkdir(parents=True)
+    for model in ("MODEL_DIR", "HF_DIR", "X", "A", "B", "outputs/quickstart/run/warmup"):
+        (tmp_path / model).symlink_to(tmp_path / "model")
+    if name != "docs/migrating.md":  # a file of another trainer stands in a folder of this name
+        (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for block in python_blocks(name):
+        if named := MODULE.match(block):
+            (tmp_path / named[1]).write_text(block)
+        elif "open(" in block and NEEDS_A_RUN not in block:
+            exec(compile(block, name, "exec"))
+    if name == "README.md":
+        for file in ("train.jsonl", "test.jsonl"):
+            write_rows(tmp_path / file, [{"question": f"{n} + 1 =", "answer": f"#### {n + 1}"} for n in range(9)])
+    for words in filter(is_quick, commands(text_of(name), are_marked=False)):
+        if words[0] == "import":
+            case = yaml.safe_load((DATA / f"imports/{words[1].replace('-', '_')}.yaml").read_text())
+            words[2] = str(Path(words[2]).with_suffix(case["suffix"]))
+            for file, text in (case.get("files", {}) | {words[2]: case["text"]}).items():
+                Path(file).parent.mkdir(exist_ok=True)
+                Path(file).write_text(text)
+            Path("grpo.yaml").unlink(missing_ok=True)
+        elif name == "docs/migrating.md":
+            continue
+        config = "examples/llama3_70b.yaml" if words[0] == "plan" else "run.yaml"
+        words = [{"section.key=value": "rollout.n=4", "CONFIG.yaml": config}.get(word, word) for word in words]
+        assert main(words) == 0, (words, capsys.readouterr().err)
 
 
 def check_command(words: list[str]) -> None:
@@ -241,6 +290,38 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
             assert not missing, f"{excerpt[1]} does not have {missing}"
         else:
             exec(compile(block, name, "exec"), values)
+
+
+def test_blocks_that_are_files_are_loaded_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block `# NAME.py` is a module beside the config, in which the real checks find what the pages name. Each is called."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    find_modules(tmp_path / "run.yaml")
+    raw: dict[str, Any] = {"model": {"path": "model"}}
+    for name in ("README.md", "docs/extending.md", "docs/first_task.md", "docs/rewards.md"):
+        for block in python_blocks(name):
+            if named := MODULE.match(block):
+                (tmp_path / named[1]).write_text(block)
+        for section in (block for block in config_blocks(text_of(name)) if re.search(r"'my_\w+:", str(block))):
+            raw |= section
+    config = Config.model_validate(raw)
+    problems = (*name_problems(config), *reward_name_problems(config))
+    assert (texts(problems), len(config.reward.components)) == ([], 2)
+
+    inputs, fade = make_inputs([[-1.0, -0.5]], advantages=[[1.0, 2.0]]), 1 / (1 + (0.5 / 0.2) ** 2)
+    loss, metrics = policy_losses.get(config.actor.loss_mode)(inputs, config.actor)
+    assert loss.tolist() == [pytest.approx([-1.0, -2 * math.exp(0.5) * fade])] and list(metrics) == ["actor/fade"]
+    estimator = advantage_estimators.get(config.algorithm.adv_estimator)
+    assert estimator(make_table([[1.0, 0.0, 3.0]]), config.algorithm) == [0.0, -1.0, 2.0]
+    expected = {"my_rewards:score": 1, "my_batched_reward:score": 1, "my_reward:reward": 0, "mine:reward": 1}
+    expected |= zip([component.function for component in config.reward.components], (1, 0), strict=True)
+    chat = [{"role": "user", "content": "?"}]
+    row = {"difficulty": 2, "max_words": 1}
+    with RewardPool(1, 30.0) as pool:
+        graded = pool.grade([RewardItem(n, "so 4", "4", messages=chat, columns=row, is_chat=True) for n in expected])
+    assert [result.reward for result in graded] == list(expected.values()), graded
+    environment = make_environment(MultiTurnConfig(environment="mine:Guess"))
+    environment.reset({"answer": "4"}, 0)
+    assert environment.step("so 4").done
 
 
 def code_of(line: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def read_model(path: Path, key: str = "model.path", family: str | None = None) -
     if is_peft_folder(path):
         raise ConfigError(
             f"{key}={str(path)!r} has adapters only; set {key} to their base and actor.lora.path to this folder, or make a"
-            f" whole model: grpo-megatron convert merge {path} OUT"
+            f" whole model: grpo-megatron convert merge {shlex.quote(str(path))} OUT"
         )
     try:
         if not model_folder(path, weights=False).is_dir():

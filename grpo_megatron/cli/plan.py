@@ -298,7 +298,7 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
     path = config.model.path
     if not checked.has_weights and path == checked.config.model.path:
         raise ConfigError(
-            f"NOT READY: model.path={str(path)!r} has no weights (*.safetensors), only a config.json; fetch them, or use the"
+            f"NOT READY: model.path={str(path)!r} has no weights (*.safetensors); fetch them, or use the"
             " command plan, which needs none"
         )
     problems = [*package_problems(config), *device_problems(config, world_size), *hardware_problems(config)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import shlex
 import shutil
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -24,8 +25,8 @@ from grpo_megatron.processes.variables import set_determinism_variables
 from grpo_megatron.registry import find_modules
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import remove_leftovers
-from grpo_megatron.storage.hub import known_shape
-from grpo_megatron.untrusted import redacted
+from grpo_megatron.storage.hub import known_shape, model_folder
+from grpo_megatron.untrusted import ReadError, redacted
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -120,12 +121,20 @@ def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_key
 
 
 def _is_elsewhere(options: RunOptions, config: Config) -> bool:
-    """Says if a plan is for other machines: by --world-size, or since this one has no more than the shape of its model."""
+    """Says if a plan is for other machines: by --world-size, or since this one has no more than the shape of its model.
+
+    Where the model is missing, no word about missing data: its path may be mistyped.
+    """
     if options.world_size is not None or not isinstance(options, PlanOptions):
         return options.world_size is not None
     path = config.model.path
     has_shape_alone = (path / "config.json").exists() and len(list(path.iterdir())) == 1
-    return has_shape_alone or known_shape(path) is not None
+    if has_shape_alone or known_shape(path) is not None:
+        return True
+    try:
+        return not model_folder(path, weights=False).exists()
+    except ReadError:
+        return True
 
 
 def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config, world_size: int) -> Problems:
@@ -148,7 +157,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
         yield (
             f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes}"
             f" start\n  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint"
-            f" FIRST_HOST:29500 \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {redacted(' '.join(argv))}\n"
+            f" FIRST_HOST:29500 \\\n      --rdzv-id {secrets.token_hex(16)} -m grpo_megatron {redacted(shlex.join(argv))}\n"
             f"  (Slurm: srun --nodes {nodes} --ntasks-per-node 1 in front of it), or set trainer.nnodes=1"
         )
 

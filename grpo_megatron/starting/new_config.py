@@ -6,6 +6,7 @@ The comments say why a value is what it is. What is written was checked as `trai
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -235,8 +236,8 @@ def write_config(options: InitOptions) -> int:
     if machine.gpu is not None:
         gpu = f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"
     print(f"wrote {output}. Read its comments, then:")
-    print(f"  grpo-megatron train {output} --dry-run{gpu}")
-    print(f"  grpo-megatron train {output}")
+    train = f"  grpo-megatron train {shlex.quote(str(output))}"
+    print(f"{train} --dry-run{gpu}\n{train}")
     return 0
 
 

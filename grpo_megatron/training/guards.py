@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -161,7 +162,7 @@ class Guards:
                 write_dump(target, incident, batch, micro_batches, sums, self.config, self.mesh, self.save_weights)
         except RankError as error:
             return f"  no dump: {error}"
-        return f"  dumped; `python -m grpo_megatron replay {target}` computes its loss again"
+        return f"  dumped; `python -m grpo_megatron replay {shlex.quote(str(target))}` computes its loss again"
 
     def _findings(self, batch: Batch, rows: list[int], sums: Mapping[str, MetricSum], norm: float) -> Detected:
         """Returns the findings of this rank. One rank of each replica adds what is summed over tokens."""

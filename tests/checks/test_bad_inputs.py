@@ -26,6 +26,7 @@ from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.lora.peft_folder import factor_shapes, write_peft
 from grpo_megatron.models.lora.table import matches
 from tests.checks.test_models import changed
+from tests.printed import run_printed
 from tests.runs import cases
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"
@@ -291,9 +292,10 @@ def test_adapters_of_another_base_are_noted(adapters: Path, tmp_path: Path, base
     assert len(found) == is_noted
 
 
-def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str]) -> None:
+def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str], tmp_path: Path) -> None:
     message = refused(f"model.path={adapters}")
     assert f"model.path='{adapters}' has adapters only; set model.path to their base" in message
+    assert run_printed(message, tmp_path, OUT="merged") == ["convert"] and (tmp_path / "merged/config.json").exists()
 
 
 def test_other_layers_than_those_of_the_adapters_are_refused(adapters: Path, refused: Callable[..., str]) -> None:

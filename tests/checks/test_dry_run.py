@@ -120,6 +120,16 @@ def test_the_last_line_says_if_a_run_can_start(
         assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
 
 
+def test_a_mistyped_model_is_all_that_a_plan_reports(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where data are missing, too; the dry run of `train` reports both."""
+    wrong = (str(run / "run.yaml"), "model.path=/none/such", "data.train_files=[none.jsonl]")
+    reported = {}
+    for command in (("plan", *wrong), ("train", *wrong, "--dry-run")):
+        assert main.main(list(command)) == 2
+        reported[command[0]] = re.findall(r"^error: ([\w.]+)", capsys.readouterr().err, re.MULTILINE)
+    assert reported == {"plan": ["model.path"], "train": ["data.train_files", "model.path"]}
+
+
 def test_a_model_of_the_hub_is_its_folder_in_the_cache(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

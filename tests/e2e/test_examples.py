@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -18,10 +17,13 @@ import torch
 import yaml
 
 from grpo_megatron.cli.main import main
+from grpo_megatron.config import Config
+from grpo_megatron.report.console import request_command, serve_command
 from tests import worlds
 from tests.evaluation.serving import argv_of, ask, served
 from tests.files import CONFIGS, DATA, QWEN_SMALL
 from tests.listeners import is_loopback, listeners
+from tests.printed import run_printed
 from tests.stored import metric_rows
 
 ROOT = Path(__file__).parents[2]
@@ -119,22 +121,18 @@ def logged_answers(folder: Path) -> list[tuple[str, str, bool]]:
     return [(prompt, answer, int(tokens) < 32) for prompt, tokens, answer in found]
 
 
-@pytest.mark.soak
-def test_vllm_reads_the_printed_command(quickstart: tuple[Path, str, set[str]]) -> None:
-    [line] = re.findall(r"^to serve it: (.*)$", quickstart[1], re.MULTILINE)
-    program, command, *words = shlex.split(line)
-    assert (program, command) == ("vllm", "serve")
-    expected = ("outputs/quickstart/run/hf", "float32", 64, True)
-    assert worlds.run(served_settings, 1, words=words) == [expected]
-
-
-def served_settings(words: list[str]) -> tuple[str, str, int, bool]:
-    """In a rank: what the arguments of `vllm serve` are to vLLM."""
-    from vllm import EngineArgs
-
-    parsed = EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(["--model", *words])
-    engine = EngineArgs.from_cli_args(parsed)
-    return engine.model, engine.dtype, engine.max_model_len, engine.enforce_eager
+@pytest.mark.slow
+def test_the_printed_commands_run(quickstart: tuple[Path, str, set[str]], tmp_path: Path) -> None:
+    """And what runs on more GPUs, with adapters, would print."""
+    folder, printed, _ = quickstart
+    lora, rollout = {"rank": 20, "alpha": 20}, {"tensor_model_parallel_size": 2, "expert_parallel_size": 2}
+    values = {"model": {"path": "base"}, "actor": {"lora": lora}, "rollout": rollout}
+    (tmp_path / "adapter_config.json").touch()
+    printed += (
+        f"\n{serve_command(tmp_path, config := Config.model_validate(values))}\n{request_command(tmp_path, config)}"
+    )
+    names = run_printed(printed, folder, TEXT="1 + 1 =")
+    assert names == ["vllm", "curl", "generate", "vllm", "curl"] and "/v1/chat/completions" in printed
 
 
 @pytest.mark.soak

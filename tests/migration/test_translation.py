@@ -405,6 +405,9 @@ http://x/v1?key=<<AIzaSyA0123456789abcdefghijklmnopqrstu>>
 <<nvapi-AbCdEf0123456789AbCdEf0123456789AbCdEf>>
 <<npm_0123456789abcdefghijABCDEFGHIJ012345>>
 <<eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.dozjgNryP4J3jVmNHl0w5N>>
+key <<-----BEGIN RSA PRIVATE KEY-----\\nProc-Type: 4,ENCRYPTED\\n\\nMIIEowIBAAKCAQEA7x==\\n-----END RSA PRIVATE KEY----->> x
+cut <<-----BEGIN PRIVATE KEY-----\\nMIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcw\\nggSjAgEAAoIBAQC7VJTUt9Us8cKj>> and so
+the header alone: <<-----BEGIN OPENSSH PRIVATE KEY----->>
 Authorization: Bearer <<abc.def-ghi>>
 -H "Authorization: Basic <<dXNlcjpwYXNzd29yZA==>>"
 bearer <<abcdefgh1234>>
@@ -424,6 +427,7 @@ The secret: <<9f8e7d6c5b4a>>, keep it
 hf_token: <<abc>>"""
 INNOCENT_TEXTS = f"""
 /hub/snapshots/{HASH}/x
+-----BEGIN PUBLIC KEY-----\\nMIIBIjANBgkqhkiG9w0BAQEFAAOC
 commit {HASH}
 git checkout {HASH}
 revision: "{HASH}"
@@ -462,6 +466,7 @@ def test_forms_of_secrets() -> None:
         text, expected = re.sub("<<|>>", "", marked), re.sub("<<.*>>", "<redacted>", marked)
         assert (redacted(text), visible(text)) == (expected, expected) and shown(text) == repr(redacted(text))
         assert redacted({"b": (text, 1)}) == {"b": (expected, 1)}
+        assert redacted(text.replace("\\n", "\n")) == expected.replace("\\n", "\n")
     given = {
         "a": [{"password": "x", "n": 1}],
         "eos_token": "</s>",

@@ -23,6 +23,7 @@ from grpo_megatron.training.dump import mini_batch_tensors, read_dump
 from tests import tiny
 from tests.models import policies
 from tests.models.policies import LAYOUTS
+from tests.printed import printed_commands
 from tests.worlds import ranks
 
 pytestmark = pytest.mark.slow
@@ -146,12 +147,12 @@ def faults(folder: Path, out: Path, layout: policies.Layout) -> dict[str, dict[s
 @ranks()
 def replayed(dumps: list[Path]) -> list[tuple[int, str]]:
     """Exit code and output of `replay` for each dump."""
-    from grpo_megatron.training.replay_command import ReplayOptions, replay_dump
+    from grpo_megatron.cli.main import main
 
     results = []
     for dump in dumps:
         with contextlib.redirect_stdout(io.StringIO()) as out:
-            code = replay_dump(ReplayOptions(dump=dump))
+            code = main(["replay", str(dump)])
         results.append((code, out.getvalue()))
     return results
 
@@ -207,7 +208,9 @@ def test_stop_ends_all_ranks_with_one_message(run: Any) -> None:
             ("logprob, stop", "guards.logprobs=stop: step 3, update 1: ", "step_000003_logprobs"),
         ):
             stopped = result[fault]["stopped"]
-            assert stopped.startswith(text) and f"`python -m grpo_megatron replay {out}/dumps/{dump}`" in stopped
+            assert stopped.startswith(text)
+            [command] = printed_commands(stopped)  # the next test runs it for each dump
+            assert command == ["python", "-m", "grpo_megatron", "replay", f"{out}/dumps/{dump}"]
         assert f"not finite on {'rank 1' if is_dp else 'all ranks'}\n" in result["logprob, stop"]["stopped"]
     assert [fault for fault in EXPECTED if results[0][fault]["stopped"]] == ["logprob, stop", "reward"]
 

@@ -22,6 +22,7 @@ import yaml
 from safetensors.torch import load_file
 
 from grpo_megatron.config import Config
+from tests.printed import run_printed
 from tests.soak.soak import make_workspace
 from tests.stored import rows_without
 from tests.training.test_guards import replayed
@@ -110,7 +111,7 @@ def train(
             trainer.run()
             result["weights"] = {n: t.clone() for bucket in trainer.parts.policy.hf_weights(1) for n, t in bucket}
         except Stopped as stopped:
-            result["ended"] = str(stopped.exit_code)
+            result["ended"], result["text"] = str(stopped.exit_code), str(stopped)
         except KeyboardInterrupt:
             result["ended"] = "killed"
     torch.distributed.barrier()
@@ -192,6 +193,7 @@ def column(folder: Path, name: str) -> dict[int, float]:
 def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
     """Stopped in the warm-up's second step of three; killed after the fifth of six steps."""
     out, results = runs
+    assert run_printed(results["stopped in the warm-up"]["text"], out) == ["train"]
     names = ("whole", "stopped in the warm-up", "killed", "resumed")
     assert [results[name]["ended"] for name in names] == ["done", "75", "killed", "done"]
     for name, tensor in results["whole"]["weights"].items():
