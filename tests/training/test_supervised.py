@@ -200,6 +200,7 @@ def test_stopped_and_killed_is_as_if_never_stopped(runs: Any) -> None:
         assert torch.equal(tensor, results["resumed"]["weights"][name]), name
     assert rows_without(out / "parts") == rows_without(out / "whole")
     assert rows_without(out / "parts/sft") == rows_without(out / "whole/sft")
+    assert (out / "whole/sft/report.html").exists()
     assert [row["step"] for row in rows_without(out / "whole/sft")] == [0, 1, 2]
     assert [row["training/epoch"] for row in rows_without(out / "whole")[:6]] == pytest.approx(
         [n * 5 / 16 for n in range(1, 7)]
