@@ -55,6 +55,9 @@ def open(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
     every wrong key, before any process group is made.
     """
     from grpo_megatron.cli.config_file import load_config
+    from grpo_megatron.cli.failures import silence_libraries
+
+    silence_libraries()
     from grpo_megatron.run import Run
 
     if isinstance(config, str | Path):
@@ -65,6 +68,8 @@ def open(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "convert":
+        return import_module("grpo_megatron.convert")
     if name not in EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(EXPORTS[name]), name)

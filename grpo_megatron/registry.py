@@ -79,8 +79,8 @@ class Registry(Generic[T]):
     `modules` register further entries. They are imported when a name is first looked up.
     """
 
-    def __init__(self, kind: str, modules: Sequence[str] = ()) -> None:
-        self.kind, self._modules = kind, modules
+    def __init__(self, kind: str, modules: Sequence[str] = (), user_form: str = "package.module:function") -> None:
+        self.kind, self._modules, self._user_form = kind, modules, user_form
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
@@ -102,7 +102,7 @@ class Registry(Generic[T]):
         if ":" in name:
             return import_function(name)  # type: ignore[return-value]
         hint = did_you_mean(name, known)
-        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)}; or package.module:function)")
+        raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)}; or {self._user_form})")
 
     def names(self) -> list[str]:
         modules, self._modules = self._modules, ()

@@ -292,7 +292,10 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         return None if node is None else loader.plain(node)
     except yaml.YAMLError as error:
-        raise ReadError(cut(str(error).replace('in "<unicode string>", ', "at "), 600)) from None
+        text = str(error).replace('in "<unicode string>", ', "at ")
+        raise ReadError(
+            cut(re.sub(r"\n(?=\S)", "\n  ", text), 600)
+        ) from None  # what is not indented is a problem of its own
     except RecursionError:
         raise ReadError(TOO_DEEP) from None
 

@@ -110,6 +110,9 @@ def test_optimizer_steps_of_five_training_steps(
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),
         ("trainer.logger=[console, aim]", "trainer.logger.1='aim'"),
+        ("trainer.logger=[wanddb]", "did you mean 'wandb'?"),
+        ("trainer.logger=wandb", "trainer.logger='wandb': it is a list; write [wandb]"),
+        ("trainer.output_dir=", "trainer.output_dir=None: it is a path; write a text"),
         ("rollout.lag=-1", "rollout.lag=-1: Input should be greater than or equal to 0"),
         ("rollout.n", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),
@@ -143,9 +146,11 @@ def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "must be a mapping, not NoneType"),
+        ("", "is empty"),
         ("- a\n", "must be a mapping, not list"),
         ("model: {path: [", "not valid YAML"),
+        ("model:\n\tpath: x", "next token\n  found character"),  # an unindented line would be a problem of its own
+        ("model: {path: x}\nactor: {lora: {path: nowhere}}", "'nowhere/adapter_config.json' is read: No such file"),
         ("trainer: {device: cpu}\n", "missing key 'model'"),
         ("model: {dtype: float32}\n", "missing key 'model.path'"),
     ],

@@ -179,7 +179,7 @@ def _path_problems(key: str, lora: LoraConfig, path: Path, arch: Architecture) -
     try:
         PeftFolder(path).check(arch, lora)
     except WeightsError as error:
-        yield f"{marked(key)}.path={str(path)!r}: {error}\n  (or set {key}.target_modules to its layers, or another folder)"
+        yield f"{marked(key)}.path={str(path)!r}: {error}\n  (or name another folder)"
 
 
 # -- Lengths and batch sizes -------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from grpo_megatron.environments.pool import try_episode
 from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardResult, read_signature, rewards
+from grpo_megatron.rewards.reward import RewardResult, check_reward, read_signature, rewards
 from grpo_megatron.types import BY_MODEL, Prompt
 from grpo_megatron.untrusted import cut, shown
 
@@ -77,6 +77,8 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
     if not by_reward or reward.max_failed_ratio == 1:
         return []
     asked = [(same[0], _form(config, same[0]), _wrong_answer(same)) for same in by_reward.values()]
+    for prompt, _, _ in asked:
+        _check_columns(config, prompt)
     texts = [[form.response(answer, p.text) for answer in (p.answer, wrong)] for p, form, wrong in asked]
     items = [reward_item(p, text) for (p, _, _), both in zip(asked, texts, strict=True) for text in both]
     try:
@@ -97,6 +99,17 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
     if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
         raise ConfigError("\n".join(map(_problem, failing)))
     return trials
+
+
+def _check_columns(config: Config, prompt: Prompt) -> None:
+    """Raises ConfigError where nothing gives a parameter of the user's functions: no column of this row, and no kwargs."""
+    parts = [(part["function"], part["kwargs"]) for part in resolved_components(config)]
+    for function, kwargs in parts if prompt.reward == COMPOSITE else [(prompt.reward, config.reward.kwargs)]:
+        try:
+            if ":" in function:
+                check_reward(function, kwargs, prompt.columns)
+        except ValueError as error:
+            raise ConfigError(f"reward.function: {error} (row {prompt.uid})") from error
 
 
 def play_episode(config: Config, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:

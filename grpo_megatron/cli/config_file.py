@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +20,7 @@ from grpo_megatron.config.methods import methods, with_defaults
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.config.tables import read_yaml_table
+from grpo_megatron.registry import did_you_mean
 from grpo_megatron.untrusted import MAX_LEVELS, REDACTED, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
@@ -198,7 +200,14 @@ def _explain(error: Any) -> str:
         return f"{location}={CHANGE_ME}: {LEFT_TO_WRITE[CHANGE_ME]}"
     if error["type"] == "model_type":
         return f"{location}={shown(error['input'])}: it is a section; write {{KEY: VALUE}}, or the keys below it"
-    return f"{location}={shown(error['input'])}: {cut(error['msg'], 1000)}"
+    text = cut(error["msg"], 1000).removeprefix("Value error, ")
+    if error["type"] == "list_type":
+        text = f"it is a list; write [{error['input']}]"
+    elif error["type"] == "path_type":
+        text = "it is a path; write a text"
+    elif error["type"] == "literal_error":
+        text += did_you_mean(str(error["input"]), re.findall("'([^']+)'", error["msg"]))
+    return f"{location}={shown(error['input'])}: {text}"
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:

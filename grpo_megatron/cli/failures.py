@@ -222,8 +222,13 @@ def quieten(is_rank: bool, starts_ranks: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_VisibleFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING if shows_warnings else logging.ERROR, handlers=[handler])
+    silence_libraries()
+
+
+def silence_libraries() -> None:
+    """Hide warnings of libraries that the user cannot act on."""
     if not is_debugging():
-        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")  # the user cannot act on them
+        warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.")
         warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor")  # Megatron-Core's checkpoints use it
 
 

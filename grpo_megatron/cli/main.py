@@ -28,6 +28,7 @@ from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 from grpo_megatron.processes.variables import check_rank_variables
 from grpo_megatron.registry import did_you_mean, find_modules, import_function
 from grpo_megatron.storage.files import remove_leftovers
+from grpo_megatron.untrusted import reason_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +67,12 @@ def _run_command(argv: list[str]) -> int:
         return int(run(options, argv, main))
     failures.quieten(is_rank and command.starts_ranks, starts_ranks=False)
     if not command.starts_ranks:
-        return int(run(options))
+        try:
+            return int(run(options))
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise ConfigError(f"{os.fsdecode(error.filename)}: {reason_of(error)}") from error
     ranks.prepare_environment(options.device)  # type: ignore[attr-defined]
     if not is_rank:
         remove_leftovers()
@@ -303,7 +309,7 @@ class TrainRewardOptions(TrainOptions):
 class PlanOptions(RunOptions):
     """The options of `plan`. --dry-run is what a plan is: it may be given, and is not listed."""
 
-    program, description = "plan", "what a config needs, whether it fits, and layouts that do."
+    program, description = "plan", "Print what a config needs, whether it fits, and layouts that do."
     dry_run: Annotated[bool, Option(HIDDEN)] = True
     search: Annotated[bool, Option("list the layouts that fit, the fastest first (estimated)")] = False
     nodes_of: Annotated[

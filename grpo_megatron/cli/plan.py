@@ -304,6 +304,7 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
     problems = [*package_problems(config), *device_problems(config, world_size), *hardware_problems(config)]
     missing = [] if checked.has_weights else ["the weights are still on the Hub"]
     missing += [Problem.of(problem).text.partition(";")[0] for problem in problems]
+    missing += [f"in the episode above {text}" for who, text in checked.episode if who == "WARNING"]
     return f"READY EXCEPT: {'; '.join(missing)}" if missing else "READY: without --dry-run the run starts"
 
 
@@ -553,7 +554,7 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
         batches.append(("sft.train_batch_size", config.sft.train_batch_size, len(checked.supervised_rows)))
     for key, batch, found in batches:
         if 0 < found < batch:
-            yield f"{key}={batch} and {found} rows: every step has each row {batch / found:.2g} times on average"
+            yield f"{key}={batch} and {found} rows: every step has each row {batch / found:,.1f} times on average"
 
 
 def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from grpo_megatron.config.section import Beta, Count, Fixed, Needs, Schedule, Section
-from grpo_megatron.untrusted import read_json
+from grpo_megatron.untrusted import read_json, shown
 
 PEFT_DEFAULT = 8  # of `r` and `lora_alpha`, in peft's LoraConfig
 
@@ -104,10 +104,14 @@ class LoraConfig(Section):
         """Fills in what `path` says. Given values stay, and are compared with the folder's before the run."""
         if not isinstance(raw, Mapping) or raw.get("path") is None or raw.get("rank") is not None:
             return raw
+        file = Path(str(raw["path"])) / "adapter_config.json"
         try:
-            settings = dict(read_json(Path(str(raw["path"])) / "adapter_config.json"))
-        except (OSError, ValueError, TypeError):  # the id of a model of the Hub, or a mistake: `rank` is needed
-            return raw
+            settings = dict(read_json(file))
+        except (OSError, ValueError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"without rank, {str(file)!r} is read: {reason}; correct path, or set rank") from None
+        if not isinstance(rank := settings.get("r", PEFT_DEFAULT), int):
+            raise ValueError(f"{str(file)!r} has r={shown(rank)}, which is no integer; correct it, or set another path")
         return {**peft_values(settings), **{key: value for key, value in raw.items() if value is not None}}
 
     @property

@@ -23,6 +23,8 @@ def read_yaml_table(path: Path | str, kind: str) -> tuple[str, dict[str, Any]]:
         table = parse_yaml(text)
     except ReadError as error:
         raise ConfigError(f"{where} is not valid YAML: {error}") from error
+    if table is None:
+        raise ConfigError(f"{where} is empty")
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a mapping, not {type(table).__name__}")
     return text, table

@@ -92,7 +92,7 @@ class Environment(ABC):
 
 
 environments: Registry[type[Environment]] = Registry(
-    "environment", [f"grpo_megatron.environments.{name}" for name in ("tool_environment", "command")]
+    "environment", [f"grpo_megatron.environments.{name}" for name in ("tool_environment", "command")], "my_module:Class"
 )
 
 

@@ -107,9 +107,10 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         outcome = _outcome(rule, written, value, every, is_set=key in settings)
         if rule is not None and rule.table == "refused" and outcome:
             refused.setdefault(rule.note, written)
+        num_warnings = len(result.warnings)
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
-            result.warnings.append((written, SECRET))
+            result.warnings[num_warnings:] = [(written, SECRET)]
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     for ours, what in REQUIRED.items():

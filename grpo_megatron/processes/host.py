@@ -26,6 +26,7 @@ from grpo_megatron.processes.process import (
     adopt_orphans,
     describe,
     describe_exit,
+    describe_raised,
     die_with_parent,
     end_adopted,
     end_tree,
@@ -342,7 +343,7 @@ def _answer(serve: Serve, request: dict[str, Any]) -> ProcessAnswer:
     except FloodedError as error:
         answer = {"status": "flooded", "message": str(error)}
     except BaseException as error:  # noqa: BLE001 - also sys.exit()
-        answer = {"status": "raised", "message": describe(error)}
+        answer = {"status": "raised", "message": describe_raised(error)}
     return {**answer, "seconds": time.monotonic() - began}
 
 

@@ -10,13 +10,21 @@ import os
 import re
 import resource
 import signal
+import sysconfig
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 MAX_TEXT_OF_ERROR = 500  # characters
+# Files of this package, of Python and of installed packages; "<": code without a file.
+_NOT_OF_USERS = (
+    f"{Path(__file__).parents[1]}/",
+    "<",
+    *(sysconfig.get_path(of) for of in ("stdlib", "purelib", "platlib")),
+)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -26,6 +34,16 @@ def describe(error: BaseException) -> str:
         return valid_text(f"{type(error).__name__}: {error}"[:MAX_TEXT_OF_ERROR])
     except Exception:  # noqa: BLE001 - an exception whose __str__ raises
         return type(error).__name__
+
+
+def describe_raised(error: BaseException) -> str:
+    """Returns `describe(error)` and the last line of the user's code in its traceback: file name and number."""
+    text = describe(error)
+    with contextlib.suppress(Exception):  # a patched builtin
+        places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        file, line = [place for place in places if not place[0].startswith(_NOT_OF_USERS)][-1]
+        text += f" ({Path(file).name}, line {line})"
+    return text
 
 
 def describe_exit(code: int) -> str:

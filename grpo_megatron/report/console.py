@@ -299,7 +299,9 @@ class Summary:
         """Prints the table and the list of files. For rank 0 only."""
         if rows := self._rows():
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
-        paths = {self.output_dir / name: text for name, text in OUTPUTS.items() if (self.output_dir / name).exists()}
+        is_adapter = (self.output_dir / "hf/adapter_config.json").exists()
+        outputs = OUTPUTS | ({"hf": "the trained adapters, a PEFT folder"} if is_adapter else {})
+        paths = {self.output_dir / name: text for name, text in outputs.items() if (self.output_dir / name).exists()}
         width = max((len(str(path)) for path in paths), default=0)
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
         folder = self.output_dir / "hf"

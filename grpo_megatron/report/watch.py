@@ -16,7 +16,7 @@ from grpo_megatron.report.kit import page_panels, render_report
 from grpo_megatron.report.progress import duration
 from grpo_megatron.report.run_folder import METRICS_FILE, RunFolder
 from grpo_megatron.storage.files import write_file
-from grpo_megatron.untrusted import visible, visible_line
+from grpo_megatron.untrusted import reason_of, visible, visible_line
 
 PLAIN_WIDTH = 100  # characters of a line where there is no terminal
 CLEAR, HIDE, SHOW = "\x1b[H\x1b[J", "\x1b[?25l", "\x1b[?25h"  # the screen; the cursor
@@ -52,7 +52,7 @@ def report(options: ReportOptions) -> int:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         write_file(options.output, render_report(runs))
     except OSError as error:
-        raise ConfigError(f"cannot write --output {options.output}: {error}") from error
+        raise ConfigError(f"cannot write --output {options.output}: {reason_of(error)}") from error
     print(f"wrote {options.output}")
     return 0
 

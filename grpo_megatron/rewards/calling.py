@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from grpo_megatron.processes.process import describe, limit_memory
+from grpo_megatron.processes.process import describe_raised, limit_memory
 from grpo_megatron.rewards.reward import (
     FORM_NAMES,
     OF_TRL_ROW,
@@ -78,7 +78,7 @@ def _load(name: str, kwargs: Kwargs) -> str:
                 preload()
         BoundReward(name, kwargs)
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything, even SystemExit
-        return describe(error)
+        return describe_raised(error)
     return ""
 
 
@@ -127,7 +127,7 @@ async def _graded_together(call: BoundReward, samples: Sequence[ItemFields], tim
 
 def _failure(error: BaseException) -> RewardResult:
     """Describes an exception. TimeoutError: the reward limits its own time."""
-    return _failed(describe(error), is_timeout=isinstance(error, TimeoutError))
+    return _failed(describe_raised(error), is_timeout=isinstance(error, TimeoutError))
 
 
 def _failed(message: str, *, is_timeout: bool = False) -> RewardResult:
@@ -171,7 +171,7 @@ class BoundReward:
         known |= self.kwargs
         arguments = {name: known[name] for name in signature.names if name in known}
         if absent := sorted(signature.required - set(arguments)):
-            raise KeyError(f"this sample has no {absent[0]!r}; its row's columns: {', '.join(others) or 'none'}")
+            raise KeyError(f"this sample's row has no {absent[0]!r}")
         if signature.takes_others:
             arguments = {**others, **self.kwargs, **arguments}
         if signature.form != "position":

@@ -19,6 +19,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.environments.pool import find_environment
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.planning.cost import Workload
@@ -29,7 +30,7 @@ from grpo_megatron.planning.search import PlannedLayout, search
 from grpo_megatron.registry import find_modules
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.hub import model_folder
-from grpo_megatron.untrusted import ReadError, parse_yaml, shown
+from grpo_megatron.untrusted import ReadError, parse_yaml, reason_of, shown
 
 PER_NODE = 8
 CPU_RANKS = 2
@@ -216,6 +217,8 @@ def write_config(options: InitOptions) -> int:
     except ConfigError as error:
         raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
 
+    if options.environment:
+        find_environment(options.environment)
     text = config_text(options, arch, machine, has_template)
     if options.reward is None and not (get_task(options.task).graders or grades_itself(_config(text))):
         raise ConfigError(
@@ -230,8 +233,11 @@ def write_config(options: InitOptions) -> int:
     if machine.gpu is not None:
         text = config_text(options, arch, machine, has_template, suggest(_config(text), arch, machine))
     validate(_config(text), machine.ranks, dry_run=True, rehearsed=True)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_file(output, text)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_file(output, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {output}: {reason_of(error)}; name another file") from error
     gpu = ""  # for a plan on a machine without that GPU
     if machine.gpu is not None:
         gpu = f" --gpu {machine.gpu.name if machine.gpu.name in GPUS else f'{machine.gpu.usable_gib:g}'}"

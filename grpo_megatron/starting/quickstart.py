@@ -1,7 +1,7 @@
 """`quickstart` makes data and a model, and returns the run that trains it. `examples` copies the shipped files.
 
 The quickstart writes into outputs/quickstart of the current folder: data/, model/, the config quickstart.yaml, and run/, the
-run. Data and model are made again only for another seed.
+run. Data and model are made again only for another seed. A run that was stopped goes on; any other begins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.starting.prepare import ArithmeticOptions, ModelOptions, prepare_inputs
 from grpo_megatron.storage.files import new_folder
 from grpo_megatron.storage.hub import examples_folder
+from grpo_megatron.untrusted import read_json
 
 # -- the examples and Slurm scripts that come with the package ---------------------------------------------------------
 
@@ -64,10 +65,12 @@ class QuickstartOptions(Options):
 
 def prepare_quickstart(options: QuickstartOptions) -> list[str]:
     """Prepare the inputs. Returns the arguments of the command line that trains with them. Raises ConfigError."""
-    _make_inputs(options.seed)
-    _remove_run(QUICKSTART / "run")
-    config = QUICKSTART / "quickstart.yaml"
-    config.write_text(_with_seeds((examples_folder("examples") / "quickstart.yaml").read_text(), options.seed))
+    config, run = QUICKSTART / "quickstart.yaml", QUICKSTART / "run"
+    text = _with_seeds((examples_folder("examples") / "quickstart.yaml").read_text(), options.seed)
+    if not (config.is_file() and config.read_text() == text and _is_stopped(run)):
+        _make_inputs(options.seed)
+        _remove_run(run)
+        config.write_text(text)
     return ["train", str(config), *options.overrides]
 
 
@@ -77,6 +80,14 @@ def _with_seeds(example: str, seed: int) -> str:
         example, count = re.subn(rf"(?m)^{section}:.*\n", rf"\g<0>  seed: {seed}\n", example)
         assert count == 1, f"the example has no section {section}"
     return example
+
+
+def _is_stopped(run: Path) -> bool:
+    """Says if the run was stopped and can go on, as its last line has promised."""
+    try:
+        return bool(read_json(run / "outcome.json")["state"] == "stopped")
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
 
 
 def _make_inputs(seed: int) -> None:

@@ -292,6 +292,13 @@ def test_adapters_of_another_base_are_noted(adapters: Path, tmp_path: Path, base
     assert len(found) == is_noted
 
 
+def test_a_rank_of_the_folder_is_an_integer(adapters: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(adapters, tmp_path / "adapters")
+    setting(r="four")(folder)
+    with pytest.raises(ValueError, match=r"adapter_config.json' has r='four', which is no integer"):
+        LoraConfig.model_validate({"path": folder})
+
+
 def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str], tmp_path: Path) -> None:
     message = refused(f"model.path={adapters}")
     assert f"model.path='{adapters}' has adapters only; set model.path to their base" in message
@@ -300,7 +307,7 @@ def test_a_peft_folder_is_no_model(adapters: Path, refused: Callable[..., str], 
 
 def test_other_layers_than_those_of_the_adapters_are_refused(adapters: Path, refused: Callable[..., str]) -> None:
     message = refused("actor.lora={rank: 4, alpha: 8, target_modules: [q_proj]}", f"actor.lora.path={adapters}")
-    assert f"unexpected {OF_K}" in message and "set actor.lora.target_modules to its layers" in message
+    assert f"unexpected {OF_K}" in message and "target_modules must name its layers" in message
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,9 @@ def test_the_plan_plays_an_episode(played_run: Path, capsys: pytest.CaptureFixtu
 
 def test_a_step_that_fails_is_said(played_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry_run(played_run, "tests.environments.games:Strict") == 0
-    assert "WARNING: the step fails (raised: KeyError" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "WARNING: the step fails (raised: KeyError" in text and "(games.py, line " in text
+    assert "READY EXCEPT: in the episode above the step fails (raised: KeyError" in text
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import asyncio, os, time
 from grpo_megatron.rewards import rewards
 
 def raises(completion, answer): raise KeyError(answer)
+def absent(completion, colour): return 1.0
 def words(completion, answer): return "good"
 def hangs(completion, answer): time.sleep(600)
 def leaves(completion, answer): os._exit(0)
@@ -56,7 +57,7 @@ def problems_of(*names: str, **section: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "KeyError: '42'"),
+        ("raises", "KeyError: '42' (called_reward.py, line 5)"),
         ("words", "ValueError: the reward is str, not a number"),
         ("hangs", "no result after 1 s (reward.timeout_s); killed"),
         ("leaves", "the reward's process has ended: exit code 0"),
@@ -77,6 +78,8 @@ def test_a_reward_that_works_on_one_completion_passes(user_module: None) -> None
     assert problems_of("called_reward:picky", "called_reward:waits") == []
     assert problems_of("called_reward:raises", max_failed_ratio=1) == []
     assert problems_of() == []
+    (problem,) = problems_of("called_reward:absent")
+    assert "nothing gives its parameter 'colour', which has no default; there are completion, answer," in problem
 
 
 def test_each_reward_of_the_rows_is_called(user_module: None) -> None:

@@ -227,6 +227,6 @@ def test_environments_that_cannot_be_loaded() -> None:
             pool.wait("x")
     with make_pool("hostile:BadSetup") as pool:
         pool.start("x", {}, 0)
-        assert pool.wait("x")["x"].message == "OSError: no such game"
+        assert pool.wait("x")["x"].message.startswith("OSError: no such game (hostile.py, line ")
     with pytest.raises(ValueError, match=r"rollout.multi_turn.kwargs cannot be passed"):
         make_pool("games:Guess", kwargs={"most": object()})

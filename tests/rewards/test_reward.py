@@ -150,7 +150,7 @@ def test_a_function_gets_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     without = {**SAMPLE, "columns": {}}
     assert called(lambda completion, difficulty=0: difficulty, monkeypatch, without) == [0]
     assert called(lambda completion, extra_info: extra_info, monkeypatch, without) == [{}]
-    with pytest.raises(KeyError, match="this sample has no 'difficulty'; its row's columns: none"):
+    with pytest.raises(KeyError, match="this sample's row has no 'difficulty'"):
         called(lambda completion, difficulty: difficulty, monkeypatch, without)
 
 

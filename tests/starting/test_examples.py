@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.starting import quickstart
 from grpo_megatron.storage import hub
@@ -69,6 +72,10 @@ def test_examples_are_copied_and_replace_nothing(tmp_path: Path, capsys: pytest.
         assert expected <= copied
     with pytest.raises(ConfigError, match="examples and .*slurm would be overwritten"):
         quickstart.copy_examples(quickstart.ExamplesOptions(folder=tmp_path / "mine"))
+    (tmp_path / "file").touch()
+    capsys.readouterr()
+    assert main(["examples", str(tmp_path / "file")]) == 2  # what the system refuses is one line, in every command
+    assert re.fullmatch(r"error: .*/file/.examples.partial: Not a directory\n", capsys.readouterr().err)
 
 
 def test_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +86,19 @@ def test_a_checkout_uses_its_own_folders(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_config_of_the_quickstart_has_its_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `train` on it resumes the run."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(quickstart, "_make_inputs", lambda seed: quickstart.QUICKSTART.mkdir(parents=True))
+    monkeypatch.setattr(
+        quickstart, "_make_inputs", lambda seed: quickstart.QUICKSTART.mkdir(parents=True, exist_ok=True)
+    )
     command, path, *overrides = quickstart.prepare_quickstart(
         quickstart.QuickstartOptions(seed=7, overrides=("rollout.n=4",))
     )
     config = load_config(Path(path), [])
     assert (command, overrides) == ("train", ["rollout.n=4"])
     assert (config.data.seed, config.rollout.seed, config.trainer.seed) == (7, 7, 7)
+    outcome = quickstart.QUICKSTART / "run/outcome.json"
+    for state, seed, goes_on in (("stopped", 7, True), ("done", 7, False), ("stopped", 8, False)):
+        outcome.parent.mkdir(exist_ok=True)
+        (outcome.parent / "config.yaml").touch()
+        outcome.write_text(json.dumps({"state": state}))
+        quickstart.prepare_quickstart(quickstart.QuickstartOptions(seed=seed))
+        assert outcome.exists() == goes_on, (state, seed)

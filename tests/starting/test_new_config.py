@@ -184,6 +184,8 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--train", "missing.jsonl"], "missing.jsonl"),
         (["--task", "jsonl"], "does not grade answers; name your function with --reward"),
         (["--environment", "tools"], "--environment tools: the tokenizer has no chat template"),
+        (["--environment", "nosuch"], "unknown environment 'nosuch' .*; or my_module:Class"),
+        (["--output", "/proc/own.yaml"], "cannot write --output /proc/own.yaml: No such file or directory; name"),
         (["--lora", "0"], "--lora '0': Input should be greater than or equal to 1"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),

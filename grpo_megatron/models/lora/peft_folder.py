@@ -117,7 +117,10 @@ class PeftFolder:
             wanted = ", ".join(f"{name}={getattr(stored, name)}" for name in changes)
             raise WeightsError(f"it has adapters of rank {stored.rank} and scale {stored.scale:g}; set {wanted}")
         shapes = factor_shapes(arch, lora or stored)
-        self.files.check(shapes, set())
+        try:
+            self.files.check(shapes, set())
+        except WeightsError as error:
+            raise WeightsError(f"{error}\n  target_modules must name its layers") from error
         largest: dict[str, float] = {}  # layer -> a bound of s B A
         for name in shapes:
             tensor = self.files.read(name)
