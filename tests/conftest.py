@@ -65,6 +65,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "test_run.py",
     "training/test_correction.py",
     "training/test_disk_errors.py",
+    "trust/test_certify.py",
 )
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
     "e2e/test_methods.py",

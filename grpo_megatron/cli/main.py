@@ -158,6 +158,9 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "one page of a run, or of two beside each other, from their files", "report.watch:ReportOptions", "report"
     ),
     "diff": Command("the first place where two runs part, and why", "trust.diff:DiffOptions", "print_diff"),
+    "certify": Command(
+        "prove on this machine, by short runs, what training relies on", "trust.certify:CertifyOptions", "certify"
+    ),
     "evaluate": Command(
         "sample answers to GSM8K, MATH and others, grade and report them",
         "evaluation.options:EvaluateOptions",

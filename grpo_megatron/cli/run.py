@@ -8,6 +8,7 @@ set RANK, the process is a rank itself. `train-reward` is `train` with other def
 from __future__ import annotations
 
 import functools
+import json
 import os
 import secrets
 import shlex
@@ -206,7 +207,10 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
             from grpo_megatron.training.rollout_rank import RolloutRank
         else:
             from grpo_megatron.trainer import Trainer
+    if fault := os.environ.get("GRPO_MEGATRON_FAULT"):  # `certify` proves that a run survives it, or notices it
+        from grpo_megatron.trust.certify import plant
 
+        plant(json.loads(fault))
     try:
         (RolloutRank(config, checked) if draws else Trainer(config, checked, profiled)).run()
     except Stopped as stopped:

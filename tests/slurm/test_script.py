@@ -413,12 +413,22 @@ def test_evaluation_runs_as_ranks_and_checks_its_layout(job: Job) -> None:
     assert status == 2 and "the first argument is the model" in text
 
 
+def test_certify_starts_every_run_as_ranks(job: Job) -> None:
+    status, text = job.run("run.yaml", "rollout.n=2", script="certify.sh", DRY_RUN="1", NODES="2")
+    assert status == 0 and "certify run.yaml rollout.n=2 trainer.nnodes=2 trainer.n_gpus_per_node=4" in text
+    assert r"--start srun\ --nodes=2\ --ntasks=8" in text and r"bash\ slurm/as_rank.sh\ echo" in text
+    inside = job.run("run.yaml", script="certify.sh", DRY_RUN="1", NODES="1", CONTAINER="/x.sqsh")[1]
+    assert "srun --nodes=1 --ntasks=1 --container-image=/x.sqsh" in inside and "--start" not in inside
+    status, text = job.run("a.b=1", script="certify.sh", DRY_RUN="1")
+    assert status == 2 and "the first argument is the config" in text
+
+
 def test_scripts_are_clean() -> None:
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck is not None, "shellcheck is in requirements/dev.lock"
     scripts = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*.sh"))
     done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and len(scripts) == 4, done.stdout
+    assert done.returncode == 0 and len(scripts) == 5, done.stdout
     for script in scripts:
         text = (ROOT / script).read_text()
         assert text.isascii() and len(text.splitlines()) <= 240

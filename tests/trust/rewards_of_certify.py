@@ -1,0 +1,13 @@
+"""Rewards of the runs that test_certify.py starts."""
+
+import time
+
+
+def odd(response: str, answer: str) -> float:
+    """A reward that differs within a group of random responses."""
+    return float(sum(map(len, response.split())) % 3)
+
+
+def clock(response: str, answer: str) -> float:
+    """A reward that is no function of the response."""
+    return time.time() % 1

@@ -1,0 +1,183 @@
+"""`certify` on a tiny run: all lines green, and a planted fault turns its line red and leaves the base run's others green.
+
+The runs are those of the command, on forked ranks: RankBench replaces the start of a program alone. The command itself is in
+`make soak`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import grpo_megatron
+from grpo_megatron import ConfigError
+from grpo_megatron.report.kit import PAGE_PARTS
+from grpo_megatron.report.trace_file import Leaves, StepFile, step_content
+from grpo_megatron.trust import certify
+from grpo_megatron.trust.certify import PROOFS, Bench, CertifyOptions
+from grpo_megatron.untrusted import parse_yaml
+from tests import worlds
+from tests.runs import make_run
+
+ROOT = Path(__file__).resolve().parents[2]
+REWARDS = "reward.function=tests.trust.rewards_of_certify:"
+SETTINGS = [
+    *("rollout.engine=transformers", "data.train_batch_size=4", "actor.optim.lr=0.01", f"{REWARDS}odd"),
+    "trainer.n_gpus_per_node=1",
+]
+NOT_HERE = {"tokens over turns", "memory asleep", "delays between roles"}  # one turn, CPU, one role
+
+
+def run_program(words: Sequence[str], log: Path, variables: dict[str, str]) -> int:
+    """What a rank runs: the program, with its output in `log`."""
+    from grpo_megatron.cli.main import main
+
+    os.environ.update(variables)
+    if "CERTIFY_BLIND" in variables:
+        from grpo_megatron.sync.attest import EngineWeights
+
+        EngineWeights._attest = lambda self, expected: None  # type: ignore[method-assign]
+    with log.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    return main(list(words))
+
+
+class RankBench(Bench):
+    def command(self, name: str, words: Sequence[str], **variables: str) -> int:
+        sizes = [int(word.partition("=")[2]) for word in words if word.startswith("trainer.n_gpus_per_node=")]
+        arguments = {"words": words[3:], "log": self.work / f"{name}.log", "variables": variables}
+        try:
+            return max(worlds.run(run_program, (sizes or [1])[-1], **arguments))
+        except AssertionError as error:
+            with arguments["log"].open("a") as log:
+                log.write(str(error))
+            return 1
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("certify")) / "run.yaml"
+
+
+@pytest.fixture(scope="module")
+def bench(config: Path) -> Bench:
+    """With its base run, and all lines of it."""
+    work, arguments = config.parent / "out.certify", [*SETTINGS, f"trainer.output_dir={config.parent / 'out'}"]
+    work.mkdir()
+    bench = RankBench(
+        grpo_megatron.load_config(config, arguments), [f"{config}", *arguments], work, time.monotonic() + 900
+    )
+    assert certify.run_checks(bench) == 0
+    return bench
+
+
+def states(work: Path) -> dict[str, str]:
+    return {row["check"]: row["state"] for row in json.loads((work / "certify.json").read_text())}
+
+
+def test_all_lines_are_green(bench: Bench) -> None:
+    expected = {name: "not applicable" if name in NOT_HERE else "green" for name in ("base run", *PROOFS)}
+    assert states(bench.work) == expected, (bench.work / "certify.json").read_text()
+    page = (bench.work / "certify.html").read_text()
+    assert "<h2>a corrupted tensor: green</h2>" in page and "a red one costs: a dead sync" in page
+    assert not any(bench.work.glob("*/checkpoints")) and not (bench.work.parent / "out").exists()
+
+
+DIRECT = ("weights attested", "engine against trainer", "seeds", "rewards twice")
+
+
+def reds(bench: Bench) -> dict[str, str]:
+    outcomes = {name: PROOFS[name][1](bench) for name in DIRECT}
+    return {name: measured for name, (state, measured) in outcomes.items() if state == "red"}
+
+
+def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
+    path = bench.work / "base/trace/step_000001.bin"
+    content, file = path.read_bytes(), StepFile(path)
+
+    def rewrite(stage: str, column: int | None, row: int, source: int, change: float = 0.0) -> None:
+        path.write_bytes(content)
+        stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n).copy()) for n in file._sizes}
+        table = stages[stage].digests if column is None else stages[stage].numbers[:, column]
+        table[row] = table[source] + table.dtype.type(change)
+        path.write_bytes(step_content(1, stages, np.array(file.rows), file.uids)[0])
+
+    rewrite("seeds", None, 3, 2)
+    wrong = reds(bench)
+    assert (
+        list(wrong) == ["seeds"]
+        and "sample 2 and step 1" in wrong["seeds"]
+        and "sample 3 have one seed" in wrong["seeds"]
+    )
+    rewrite("engine log-probabilities", 0, 5, 5, 1e-3)
+    assert list(reds(bench)) == ["engine against trainer"]
+    path.write_bytes(content)
+    bench.metrics[1].pop("timing_s/attest")
+    wrong = reds(bench)
+    del bench.metrics
+    assert list(wrong) == ["weights attested"] and "1 of 2 steps" in wrong["weights attested"]
+    assert not reds(bench)
+
+
+def test_a_reward_that_reads_the_clock(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = bench.config
+    monkeypatch.setattr(
+        bench, "config", honest.with_values({"reward.function": "tests.trust.rewards_of_certify:clock"})
+    )
+    assert list(reds(bench)) == ["rewards twice"]
+    outcome = bench.pair("clock", f"{REWARDS}clock")
+    assert outcome[0] == "red" and outcome[1].startswith("step 0, rewards, "), outcome
+
+
+def test_a_corrupted_tensor_that_nothing_notices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = bench.command
+    monkeypatch.setattr(bench, "command", lambda *words, **fault: command(*words, **fault, CERTIFY_BLIND="1"))
+    for left in ("corrupted", "corrupt.log"):
+        (bench.work / left).unlink()
+    state, measured = PROOFS["a corrupted tensor"][1](bench)
+    assert state == "red" and "ended with 0, and has not named it" in measured
+
+
+def test_what_is_not_measured_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "deadline", time.monotonic() + 30)
+    state, measured = certify._outcome(lambda _: ("green", ""), bench, 90)
+    assert state == "skipped" and re.fullmatch(r"0\.5 minutes left, needs about 1\.5", measured)
+
+
+def test_bad_input(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.certify").mkdir()
+    for arguments, message in (
+        ([f"trainer.output_dir={tmp_path / 'out'}"], "is not a folder of certify; move it away"),
+        (["trainer.outputdir=x"], "outputdir"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            certify.certify(CertifyOptions(config=config, overrides=arguments))
+
+
+def test_the_table_of_the_page() -> None:
+    texts = parse_yaml((PAGE_PARTS / "checks.yaml").read_text())
+    listed = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", (ROOT / "docs/trust.md").read_text(), re.M)
+    assert [(name, *text) for name, text in texts.items()] == [row for row in listed if row[0] in PROOFS]
+    assert list(texts) == list(PROOFS)
+
+
+@pytest.mark.soak
+def test_the_command(config: Path, tmp_path: Path) -> None:
+    """Real programs, two ranks: a rank that is killed ends the others. All rewards are 0."""
+    settings = [*SETTINGS[:3], f"trainer.output_dir={tmp_path / 'out'}"]
+    words = [sys.executable, "-m", "grpo_megatron", "certify", str(config), *settings, "--minutes", "20"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0 and "actor.entropy_coeff=0.01" in done.stdout, done.stdout + done.stderr
+    assert [name for name, state in states(tmp_path / "out.certify").items() if state != "green"] == [
+        name for name in PROOFS if name in NOT_HERE
+    ]
