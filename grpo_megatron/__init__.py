@@ -61,7 +61,7 @@ def open(config: Config | Path | str, overrides: Sequence[str] = ()) -> Run:
     from grpo_megatron.run import Run
 
     if isinstance(config, str | Path):
-        config = load_config(config, list(overrides))
+        config = load_config(config, [overrides] if isinstance(overrides, str) else list(overrides))
     elif overrides:
         raise TypeError("overrides change a YAML file; change a Config with config.with_values({...})")
     return Run(config)

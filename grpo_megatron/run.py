@@ -202,9 +202,11 @@ class Run:
         task's question; without a reward), or some of `run.prompts`. Syncs first if the engine has other
         weights than the policy. Returns this rank's samples, in the order of prompts. Their tokens, log-probabilities and
         rewards are `response_ids`, `rollout_logprobs` and `reward`. Set `reward` to use one of your own. Rewards of
-        reward models are added in `batch`. Raises RuntimeError in a run whose ranks do not sample.
+        reward models are added in `batch`. Raises RuntimeError in a run whose ranks do not sample, ValueError.
         """
         generator, config = self.placement.generator, self.config
+        if n is not None and n < 1:
+            raise ValueError(f"n={n} responses to a prompt; ask for one or more, or leave n out for rollout.n")
         if generator is None:
             raise RuntimeError(
                 f"algorithm.source={config.algorithm.source}, rollout.placement={config.rollout.placement}: this rank has"

@@ -57,7 +57,7 @@ class RewardConfig(Section):
     timeout_s: Seconds = 10.0
     """wall-clock seconds per sample; then its worker is killed"""
     max_failed_ratio: float = Field(0.5, ge=0, le=1)
-    """the run stops if a larger share of a sample has no reward"""
+    """the run stops if a larger share of a step's samples has no reward; below 1 also if all of their environments failed"""
     kwargs: Annotated[dict[str, Any], Needs(".components=[]")] = {}
     """keyword arguments of the reward function"""
     overlong_buffer: OverlongBuffer = OverlongBuffer()

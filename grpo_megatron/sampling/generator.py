@@ -20,7 +20,7 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
 from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
-from grpo_megatron.types import BY_MODEL, GREEDY, Prompt, Sample
+from grpo_megatron.types import BY_MODEL, FAILURES, GREEDY, Prompt, Sample
 
 
 @dataclass(frozen=True)
@@ -454,17 +454,26 @@ def check_failures(what: str, samples: Sequence[Sample], max_failed_ratio: float
     """Compare the share of samples without a reward, over all ranks, with `reward.max_failed_ratio`. Collective.
 
     `samples`: those whose rewards this rank knows. Those that only a reward model scores do not count, and a reward that does
-    not apply to a sample has not failed on it. `what` they are begins the message. Raises RankError on every rank.
+    not apply to a sample has not failed on it. A round whose environments all failed stops the run, too. `what` they are
+    begins the message. Raises RankError on every rank.
     """
     samples = [sample for sample in samples if sample.prompt.reward != BY_MODEL]
     failed = [sample for sample in samples if math.isnan(sample.reward) and not is_declined(sample)]
-    reports = mesh.all_gather((len(samples), len(failed), failed[0].reward_failure if failed else ""))
+    lost = [sample for sample in samples if sample.status in FAILURES]
+    message = next((sample.reward_failure for sample in (*failed, *lost)), "")
+    reports = mesh.all_gather((len(samples), len(failed), len(lost), message))
     total, num_failed = sum(report[0] for report in reports), sum(report[1] for report in reports)
+    num_lost = sum(report[2] for report in reports)
+    reason = next((report[3] for report in reports if report[3]), "no reason is known")
+    if num_lost == total > 0 and max_failed_ratio < 1:
+        raise RankError(
+            f"{what}: the environments of all {total:,} samples failed, so there is nothing to learn from; the first failure:"
+            f" {reason}; correct the environment, or set reward.max_failed_ratio=1 to go on all the same"
+        )
     if num_failed > max_failed_ratio * total:
-        first = next(report[2] for report in reports if report[1])
         raise RankError(  # on every rank: all have the same reports
             f"{what}: {num_failed:,} of {total:,} samples ({100 * num_failed / total:.0f} %) have no reward, more than"
-            f" reward.max_failed_ratio={max_failed_ratio:g} allows; the first failure: {first or 'no reason is known'};"
+            f" reward.max_failed_ratio={max_failed_ratio:g} allows; the first failure: {reason};"
             " correct the reward function, or raise reward.max_failed_ratio"
         )
 

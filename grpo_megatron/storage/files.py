@@ -197,7 +197,7 @@ def _free(folder: Path) -> int:
 
 
 def _gib(count: int) -> str:
-    return f"{count / 2**30:.3g} GiB"
+    return f"{count / 2**30:.3g} GiB" if count >= 1 << 27 else f"{count:,} bytes"
 
 
 # -- manifest.json: size and sha256 of every file of a folder. It is written last, and compared before a folder is used

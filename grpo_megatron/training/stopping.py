@@ -154,11 +154,12 @@ def is_done(config: TrainerConfig) -> bool:
 class Stopping:
     """The decision after every step whether the run stops. Call `after` on every rank after every step.
 
-    `lock`: of the output folder, on the rank that holds it. A run whose folder is gone ends with an error.
+    `lock`: of the output folder, on the rank that holds it. A run whose folder is gone ends with an error. `steps` names what
+    `steps_done` counts.
     """
 
-    def __init__(self, config: TrainerConfig, mesh: Mesh, lock: FolderLock | None = None) -> None:
-        self.config, self.mesh, self.lock = config, mesh, lock
+    def __init__(self, config: TrainerConfig, mesh: Mesh, lock: FolderLock | None = None, steps: str = "steps") -> None:
+        self.config, self.mesh, self.lock, self.steps = config, mesh, lock, steps
         self._longest, self._last = 0.0, float("inf")
 
     def after(self, steps_done: int, save: Callable[[int], Path]) -> None:
@@ -183,8 +184,8 @@ class Stopping:
         name = REASONS[reason]
         exit_code = EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
         text = (
-            f"stopped by {name} after {steps_done} steps; saved in {checkpoint}; the same command continues from there, or:"
-            f" grpo-megatron train {shlex.quote(str(self.config.output_dir / 'config.yaml'))}"
+            f"stopped by {name} after {steps_done} {self.steps}; saved in {checkpoint}; the same command continues from"
+            f" there, or: grpo-megatron train {shlex.quote(str(self.config.output_dir / 'config.yaml'))}"
         )
         if self.mesh.rank == 0:
             record(self.config.output_dir, "stopped", steps_done, checkpoint, exit_code)

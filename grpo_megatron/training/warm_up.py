@@ -90,7 +90,11 @@ def warm_up(
         collector.load_state(run_state(checkpoint)["collector"])
         first_step = steps_of(checkpoint)
         note(f"the warm-up resumed from {checkpoint}")
-    cadence, stopping, loss = Cadence(trainer, None), Stopping(config.trainer, mesh), build_loss(stage.actor)
+    cadence, stopping, loss = (
+        Cadence(trainer, None),
+        Stopping(config.trainer, mesh, steps=f"{STAGE_NAME} steps"),
+        build_loss(stage.actor),
+    )
     guards = Guards(stage, mesh, save_hf, heartbeat.phase)
     metrics = Metrics(policy.device.synchronize)
     metrics.within = heartbeat.phase

@@ -232,7 +232,7 @@ RANKS = [
     graded(1.0, NAN, NAN, NAN),
     graded(NAN, NAN, 0.0, NAN),
 ]  # rank 1 has no pool
-REPORTS = [(4, 0, ""), (0, 0, ""), (4, 3, "failure 1"), (4, 3, "failure 0")]  # 6 of 12
+REPORTS = [(4, 0, 0, ""), (0, 0, 0, ""), (4, 3, 0, "failure 1"), (4, 3, 0, "failure 0")]  # 6 of 12
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -254,6 +254,19 @@ def test_what_is_no_failure_never_stops() -> None:
     for sample in declined:
         sample.reward_metrics = {"ok": 1.0, "timeout": 0.0}
     check_failures("step 0", [*declined, *graded(1.0)], 0.0, LoneMesh())
+
+
+def test_a_round_whose_environments_all_failed_stops() -> None:
+    """Rewards of 0 are no failures, but there is nothing to learn from. One episode that ends is enough to go on."""
+    ended = graded(0.0, 0.0)
+    ended[0].status, ended[0].reward_failure = "raised", "KeyError: 'x'"
+    check_failures("step 2", ended, 0.5, LoneMesh())
+    ended[1].status = "timeout"
+    with pytest.raises(
+        RankError, match="step 2: the environments of all 2 samples failed.*the first failure: KeyError: 'x'"
+    ):
+        check_failures("step 2", ended, 0.99, LoneMesh())
+    check_failures("step 2", ended, 1.0, LoneMesh())
 
 
 @pytest.mark.parametrize(("round_id", "what"), [(4, "step 4: 1 of 4"), (-1, "the validation before step 4: 1 of 4")])
