@@ -8,6 +8,11 @@ def odd(response: str, answer: str) -> float:
     return float(sum(map(len, response.split())) % 3)
 
 
+def zero(response: str, answer: str) -> float:
+    """A reward that gives no gradient."""
+    return 0.0
+
+
 def clock(response: str, answer: str) -> float:
     """A reward that is no function of the response."""
     return time.time() % 1
