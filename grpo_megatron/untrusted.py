@@ -133,9 +133,9 @@ def visible_line(text: str) -> str:
     return " ".join(visible(text).split())
 
 
-def reason_of(error: OSError) -> str:
+def reason_of(error: Exception) -> str:
     """Says why the system refuses. An error of a library (pyarrow) has a message only; its first line counts."""
-    return error.strerror or cut(str(error).partition("\n")[0]) or type(error).__name__
+    return getattr(error, "strerror", None) or cut(str(error).partition("\n")[0]) or type(error).__name__
 
 
 def text_problem(text: str) -> str | None:

@@ -167,6 +167,8 @@ def own_numbers(folder: Path) -> dict[str, Any]:
         refuse("loss", lambda: run.forward_backward(batch, loss="vanila"))
         refuse("mini-batch", lambda: run.forward_backward(batch, mini_batch=1))
         refuse("long", lambda: run.sample(["1 " * 40]))
+        refuse("prompt", lambda: run.sample([3]))  # type: ignore[list-item]
+        refuse("none", lambda: run.sample(run.prompts[:1], n=0))
     return {
         "same": same,
         "rows": (len(grpo), len(left_out)),
@@ -192,6 +194,8 @@ def test_advantages_and_losses_of_ones_own(tmp_path: Path) -> None:
         "loss": "did you mean 'vanilla'",
         "mini-batch": "mini_batch=1, and the batch has 1 (actor.ppo_mini_batch_size)",
         "long": "set data.max_prompt_length=40",
+        "prompt": "a list of chat messages or a row, not 3",
+        "none": "n=0 responses",
     }
     for name, text in expected.items():
         assert text in result["refused"][name], name

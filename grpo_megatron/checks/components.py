@@ -376,12 +376,12 @@ def environment_problems(config: Config) -> Problems:
 
 
 def grades_itself(config: Config) -> bool:
-    """Says if the environment grades by itself. False, too, for a name that cannot be found."""
+    """Says if the environment grades by itself. True, too, for a name that cannot be found, a problem of its own."""
     name = config.rollout.multi_turn.environment
     try:
         return name is not None and find_environment(name).gives_rewards
     except ConfigError:
-        return False
+        return True
 
 
 def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[int] = ()) -> CheckedEnvironment:

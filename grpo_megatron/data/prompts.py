@@ -204,7 +204,7 @@ class RowRenderer:
             if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
                 lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
                 logger.warning(
-                    "the tokenizer (%s) turns %r into %r%s; if its class does not fit its files, correct tokenizer_class in"
+                    "the tokenizer (%s) turns %r into %r%s; if that class does not fit its files, correct tokenizer_class in"
                     " tokenizer_config.json, or set model.tokenizer_path",
                     tokenizer_classes(self.tokenizer),
                     text[:120],

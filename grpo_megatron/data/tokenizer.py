@@ -77,7 +77,7 @@ def tokenizer_classes(tokenizer: Any) -> str:
     """Names the class that transformers has loaded, and the one that the folder's files were saved with, if they say so."""
     loaded, folder = type(tokenizer).__name__, tokenizer.name_or_path
     saved = _saved_class(Path(folder)) if folder else ""
-    return f"saved as {saved}, loaded as {loaded}" if saved else loaded
+    return f"saved as {saved}, loaded as {loaded}" if saved not in ("", loaded.removesuffix("Fast")) else loaded
 
 
 def _saved_class(folder: Path) -> str:

@@ -30,8 +30,8 @@ class CompareOptions(Options):
     """The options of `evaluate compare`."""
 
     program, description = "evaluate compare", "Is B better than A? Paired, on the same problems."
-    a: Annotated[Path, Argument("results.json of one evaluation", "A.json")]
-    b: Annotated[Path, Argument("and of the other", "B.json")]
+    a: Annotated[Path, Argument("results.json of one evaluation, or its folder", "A")]
+    b: Annotated[Path, Argument("and of the other", "B")]
     any_template: Annotated[bool, Option("compare although chat templates rendered the same questions differently")] = (
         False
     )

@@ -21,7 +21,7 @@ from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, placed_prom
 from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt, PromptImage
-from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_json, read_text
+from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_json, read_text, reason_of
 
 PLAIN_TASK = "jsonl"  # the prompt as it is
 DEFAULT_MAX_TOKENS = 512
@@ -205,7 +205,7 @@ def _read_texts(prompt: str | None, file: Path | None) -> list[Question]:
     try:
         lines: list[Question] = [line for line in read_text(file, MAX_INPUT).splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read --file {str(file)!r}: {error}") from error
+        raise ConfigError(f"cannot read --file {str(file)!r}: {reason_of(error)}") from error
     if not lines:
         raise ConfigError(f"--file {str(file)!r} has no prompts: each line that is not blank is one")
     return lines

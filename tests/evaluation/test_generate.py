@@ -108,7 +108,7 @@ def test_a_step_has_the_template_of_its_run(run: Path, tmp_path: Path) -> None:
         (["--prompt", "x", "--tp", "5", "--output", "o"], "--tp 5 cannot split the model"),
         (["--prompt", "x", "--task", "gsm9k"], "unknown task 'gsm9k'; did you mean 'gsm8k'?"),
         (["--prompt", "x", "--format", "text"], "--system-prompt needs a chat template, and prompts are plain"),
-        (["--file", "none.txt"], "cannot read --file 'none.txt'"),
+        (["--file", "none.txt"], "cannot read --file 'none.txt': No such file or directory\n"),
         (["--prompt", "x", "--output", "."], "--output '.' is a folder; name a file"),
     ],
 )

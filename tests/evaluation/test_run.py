@@ -278,7 +278,7 @@ def test_the_command_grades_and_reports(
     fill_ledger(folder, tmp_path / "better", 1.0)
     assert main(command(output="better")) == 0
     capsys.readouterr()
-    paths = [str(tmp_path / name / "results.json") for name in ("out", "better")]
+    paths = [str(tmp_path / "out" / "results.json"), str(tmp_path / "better")]  # a file, and a folder
     assert main(["evaluate", "compare", *paths]) == 0
     shown = capsys.readouterr().out
     assert "gsm8k pass@1 (greedy)" in shown and "math avg@2" in shown and "McNemar p" in shown
