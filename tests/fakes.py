@@ -645,7 +645,7 @@ def run_trainer(
         },
         warm_up: {
             "Checkpoints": lambda output_dir, *_, **__: FakeCheckpoints(events, output_dir),
-            "Stopping": lambda config, mesh: FakeStopping(events, stop_warm_up_after),
+            "Stopping": lambda config, mesh, steps: FakeStopping(events, stop_warm_up_after),
             "exchange": local_exchange,
         },
         validation: {"exchange": local_exchange},

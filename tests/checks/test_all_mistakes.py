@@ -110,7 +110,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assis
 ALL = [  # in the order of the file
     ("trainer.projct_name", "did you mean 'trainer.project_name'"),
     ("rollout.n", "one alone has advantage 0"),
-    ("rollout.multi_turn.environment", "its reset fails on the first row of the data (raised: KeyError: 'board')"),
+    ("rollout.multi_turn.environment", "its reset fails on the first row of the data (raised: KeyError: 'board' ("),
     ("actor.loss_mode", "its signature is (inputs, config, beta)"),
     ("actor.ppo_mini_batch_size", "does not divide data.train_batch_size=8"),
     ("actor.megatron", "phase load does not fit a device of 0.00 GiB"),

@@ -311,7 +311,7 @@ def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "2 ranks on this machine's 1 cores: each gets 0.5 of one" in text
         assert "cores" not in warnings(page(capsys, "plan", config, *keys, "--world-size", "2"))
     assert "data.train_batch_size=12 and 9 rows: every step has each row 1.3 times on average" in text
-    assert "sft.train_batch_size=10 and 5 rows: every step has each row 2 times" in text
+    assert "sft.train_batch_size=10 and 5 rows: every step has each row 2.0 times" in text
 
 
 def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]) -> None:

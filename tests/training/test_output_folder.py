@@ -206,7 +206,7 @@ def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_run_that_could_not_save_does_not_start(tmp_path: Path, free: SimpleNamespace) -> None:
-    text = r"no space left: a checkpoint takes 0\.00195 GiB, the file system of .*/out has 0\.000977 GiB free"
+    text = r"no space left: a checkpoint takes 2,097,152 bytes, the file system of .*/out has 1,048,576 bytes free"
     with open_folder(tmp_path / "out") as folder, pytest.raises(RankError, match=text):
         folder.check_space(2**21)
     free.free = -1
