@@ -67,7 +67,7 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     caplog.clear()
     rows = [{"prompt": text, "answer": "2"} for text in ("1+1", "Paul has 2")]
     load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", *rows), tokenizer)
-    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2', without 'Paul'; if its class" in caplog.text
+    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2', without 'Paul'; if that class" in caplog.text
     write_tokenizer(tmp_path / "words")  # transformers loads words of plain files by the class of config.json
     (tmp_path / "words" / "config.json").write_text('{"model_type": "qwen2"}')
     load_prompts(PLAIN, [tmp_path / "val.jsonl"], load_tokenizer(tmp_path / "words", PLAIN))
