@@ -6,9 +6,11 @@ import atexit
 import contextlib
 import gc
 import logging
+import platform
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 
@@ -79,3 +81,12 @@ def silent_imports() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Reads the version of Python, and of each of these packages that is installed, from metadata."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return versions

@@ -103,7 +103,7 @@ def test_the_symptoms_are_texts_of_the_program() -> None:
 
 
 def without_brackets(word: str) -> str:
-    """Of `[section.key=value ...]`, which need not be there."""
+    """Drops `[section.key=value ...]`, which need not be there."""
     word = word.removeprefix("[")
     return word.removesuffix("]") if word.count("]") > word.count("[") else word
 

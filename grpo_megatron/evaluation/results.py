@@ -6,11 +6,9 @@ Also the tables for the terminal. `evaluate compare` is in grpo_megatron/evaluat
 from __future__ import annotations
 
 import json
-import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from grpo_megatron.evaluation.estimates import (
 from grpo_megatron.evaluation.grading import Grade, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
 from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, TaskRun
+from grpo_megatron.imports import installed_versions
 from grpo_megatron.report.console import format_table
 from grpo_megatron.report.kit import thumbnails
 from grpo_megatron.rewards import extractors
@@ -257,19 +256,13 @@ def _trajectory_statistics(samples: Sequence[GradedSample]) -> dict[str, Any]:
 
 def whole_result(settings: EvaluationSettings, tasks: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Make the content of results.json; `tasks` has the `task_result` of each."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     identity = settings.identity()
     return {
         "format": RESULT_FORMAT,
         "model": {"path": str(settings.options.model), **identity["model"]},
         "seed": identity["seed"],
         "engine_kwargs": identity["engine_kwargs"],
-        "versions": versions,
+        "versions": installed_versions(PACKAGES),
         "tasks": tasks,
     }
 

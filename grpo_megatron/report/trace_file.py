@@ -70,14 +70,20 @@ STAGES = {  # in the order in which a step computes them
 }
 
 
+def base_name(name: str) -> str:
+    """Return the stage of a name in a step, without the number of the optimizer step: "gradients" of "gradients 1"."""
+    return name.rstrip("0123456789").rstrip()
+
+
 def stage_of(name: str) -> Stage:
     """Look up a stage by its name in a step: "gradients 1"."""
-    return STAGES[name.rstrip("0123456789").rstrip()]
+    return STAGES[base_name(name)]
 
 
 def stage_order(name: str) -> tuple[int, int, int]:
     """Return the sort key of a stage's name. The optimizer steps of a step follow each other."""
-    base, number = name.rstrip("0123456789").rstrip(), name[len(name.rstrip("0123456789")) :]
+    base = base_name(name)
+    number = name.removeprefix(base).strip()
     place = list(STAGES).index(base)
     first = list(STAGES).index("gradients")
     return (place, 0, 0) if not number else (first, int(number), place)
@@ -245,7 +251,7 @@ class TraceFolder:
             elif isinstance(row.get("saved"), str):
                 self.saved[row["step"]] = row["saved"]
             elif isinstance(row.get("stages"), dict):
-                self.steps[row["step"]] = {n: r for n, r in row["stages"].items() if n.rstrip("0123456789 ") in STAGES}
+                self.steps[row["step"]] = {n: r for n, r in row["stages"].items() if base_name(n) in STAGES}
         if not self.facts:
             raise StorageError(
                 f"{self.folder / STEPS_FILE} has no line with the facts of the run: its beginning was cut off"

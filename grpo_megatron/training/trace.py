@@ -6,13 +6,11 @@ where their shards are, by the sums of sync/digest.py, which do not depend on th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from torch import Tensor
 
 from grpo_megatron.checks.resume import InputDigests
 from grpo_megatron.config import Config
+from grpo_megatron.imports import installed_versions
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.optimizer import moments
@@ -370,15 +369,11 @@ def _placed(parts: Sequence[Any], rows: Mapping[tuple[int, int], int]) -> Leaves
 def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[str, Any]:
     """Return the facts of a start: versions, sources, machine, kernels, layout, and the names of the tensors."""
     mesh, device = policy.mesh, policy.device
-    versions = {}
-    for package in TRACED_PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
     kernels = choose_kernels(config.actor.megatron, device, config.model.dtype).describe()
     sizes = {name: getattr(mesh, name) for name in ("world_size", "tp", "cp", "pp", "dp", "ep")}
     return {
         "format": FORMAT,
-        "libraries": {"python": platform.python_version(), **versions},
+        "libraries": installed_versions(TRACED_PACKAGES),
         "code": {"sources": _sources_digest()},
         "machine": {"device": device.name or platform.machine(), "kernels": kernels},
         "layout": {**sizes, "rollout_tp": config.rollout.tensor_model_parallel_size, "roles": config.num_rollout_ranks},

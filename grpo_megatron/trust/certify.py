@@ -33,7 +33,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import on_disk, rollout_files
 from grpo_megatron.sync.attest import FIRST
-from grpo_megatron.trust.compare import compare_runs, compare_seams, config_of, precision
+from grpo_megatron.trust.compare import compare_runs, compare_seams, config_of, precision, row_distances
 from grpo_megatron.types import BY_MODEL
 from grpo_megatron.untrusted import parse_yaml, visible
 
@@ -159,10 +159,9 @@ def _log_probabilities(bench: Bench, chosen: Callable[[int, tuple[int, int]], bo
     for step, file in _files(bench, "old log-probabilities"):
         if step not in lagging:
             engine, old = (file.numbers(f"{who} log-probabilities").astype(np.float64) for who in ("engine", "old"))
-            means, projections = abs(engine - old).T
-            sizes = np.maximum(means, projections / np.sqrt(np.maximum(file.numbers("responses")[:, 0], 1)) / 4)
+            distances = row_distances(engine, old, file.numbers("responses")[:, 0])
             trained = file.nodes("old log-probabilities", 0, 0, len(file.rows)) != 0
-            gaps += [sizes[n] for n, place in enumerate(file.rows) if trained[n] and chosen(step, place)]
+            gaps += [distances[n] for n, place in enumerate(file.rows) if trained[n] and chosen(step, place)]
     if not gaps:
         raise NotApplicable("the trainer computes no log-probabilities of its own for the engine's samples")
     kind = precision(config_of(bench.work / "base"))

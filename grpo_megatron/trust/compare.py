@@ -26,8 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from grpo_megatron.report.metrics import Array
 from grpo_megatron.report.run_folder import KeptSamples, RunFolder, read_metrics
-from grpo_megatron.report.trace_file import StepFile, TraceFolder, stage_of, stage_order
+from grpo_megatron.report.trace_file import MEANS, NORMS, StepFile, TraceFolder, base_name, stage_of, stage_order
 from grpo_megatron.storage.run_files import rollout_file
 from grpo_megatron.sync.attest import FIRST
 
@@ -244,7 +245,7 @@ class _Sides:
         a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
         for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
             if stage not in roots[0] or stage not in roots[1]:
-                self.skipped.add(stage.rstrip("0123456789 "))
+                self.skipped.add(base_name(stage))
             elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
                 yield parting
         self._before = a, b
@@ -283,7 +284,7 @@ class _Sides:
     # -- what rounding explains ----------------------------------------------------------------------------------------
 
     def _judge(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
-        base, kind = stage.rstrip("0123456789 "), stage_of(stage).kind
+        base, kind = base_name(stage), stage_of(stage).kind
         bound = self.scale * FIRST[self.precision] * (1 + self.num_updates)
         if base == "random state":
             return "not judged", ""
@@ -321,16 +322,15 @@ class _Sides:
         if not rows:
             return "explained", f"{len(self.unequal[stage])} rows with other responses"
         left, right = (side.numbers(stage)[rows].astype(np.float64) for side in (a, b))
-        is_rounded = stage_of(stage).numbers == ("mean", "projection")
+        is_rounded = stage_of(stage).numbers == MEANS
         if not is_rounded:
             is_model = base == "scores" and self.settings.get("reward_model.path")
             largest = float(abs(left - right).max()) if left.size else math.inf
             return _named(bool(is_model) and largest <= bound), f"{len(rows)} rows with equal responses"
         bound = NEAR if base == "token weights" else bound
-        tokens = np.maximum(a.numbers("responses")[rows, 0], 1).astype(np.float64)
-        means, projections = abs(left - right)[:, 0], abs(left - right)[:, 1] / np.sqrt(tokens)
+        distances = row_distances(left, right, a.numbers("responses")[rows, 0])
         scales = np.maximum(1.0, abs(left[:, 0])) if base != "token weights" else np.maximum(abs(left[:, 0]), 1e-30)
-        ratio = float(np.maximum(means / scales, projections / scales / 4).max())
+        ratio = float((distances / scales).max())
         in_one = [(side.nodes(stage, 0, 0, side.count(stage))[rows] == 0).sum() for side in (a, b)]
         lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
         return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
@@ -344,6 +344,12 @@ class _Sides:
         ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
         bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
         return _named(ratio <= bound), f"{ratio:.2g} of the step's update, bound {bound:.2g}"
+
+
+def row_distances(left: Array, right: Array, tokens: Array) -> Array:
+    """Estimate how far rows are apart per token, from means and projections, float64 [n, 2] each. `tokens`, [n]: of the rows."""
+    means, projections = abs(left - right).T
+    return np.maximum(means, projections / np.sqrt(np.maximum(tokens, 1).astype(np.float64)) / 4)
 
 
 def _named(is_explained: bool) -> str:
@@ -373,10 +379,10 @@ def _explain(result: Diff, sides: _Sides) -> None:
     """Add the likely cause, the values, and differences that do not follow from the first."""
     first = result.first
     assert first is not None
-    base = first.stage.rstrip("0123456789 ")
+    base = base_name(first.stage)
     rounding = [change for change in result.changes if change.effect == ROUNDING and change.kind != "config"]
     changed = [change.key for change in result.changes if change.effect == RESULTS]
-    is_discrete = stage_of(first.stage).numbers not in (("mean", "projection"), ("norm", "projection"), ("norm",))
+    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1])
     if result.verdict == "explained" or (rounding and not is_discrete and first.judgement == "not judged"):
         result.cause = BY_ROUNDING.format(
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"

@@ -461,7 +461,7 @@ reward.kwargs.secret_word=apple"""
 
 
 def test_forms_of_secrets() -> None:
-    """What is between the marks is redacted, and nothing else, however it is written."""
+    """The text between the marks is redacted, and nothing else, however it is written."""
     for marked in (SECRET_TEXTS + INNOCENT_TEXTS).strip().splitlines():
         text, expected = re.sub("<<|>>", "", marked), re.sub("<<.*>>", "<redacted>", marked)
         assert (redacted(text), visible(text)) == (expected, expected) and shown(text) == repr(redacted(text))

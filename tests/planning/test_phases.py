@@ -198,7 +198,7 @@ def test_lora_trains_and_keeps_adapters_only() -> None:
 
 
 def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
-    """Of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere.
+    """A save of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere.
 
     Pinned copies are rounded up to powers of two: qkv, 6,144 x 4,096, and 3 x 14,336 x 4,096 of the MLP.
     """

@@ -38,7 +38,7 @@ NOT_HERE = {"tokens over turns", "memory asleep", "delays between roles"}  # one
 
 
 def run_program(words: Sequence[str], log: Path, variables: dict[str, str]) -> int:
-    """What a rank runs: the program, with its output in `log`."""
+    """Runs the program as a rank, with its output in `log`."""
     from grpo_megatron.cli.main import main
 
     os.environ.update(variables)
