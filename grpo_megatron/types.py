@@ -265,6 +265,27 @@ def rows_of_mini_batch(mini_batch: list[list[int]]) -> list[int]:
 
 
 @dataclass
+class TeacherScores:
+    """Teachers' scores of the response tokens of a Batch, all at the temperature of the rollout (algo/distillation.py).
+
+    A row of a teacher has `top` or `states` only where the objective is a divergence of distributions. These lists are read on
+    the policy's last pipeline stage, and are empty elsewhere.
+    """
+
+    index: list[int]  # of each row's teacher among the run's; -1: the row has none
+    weights: (
+        Tensor  # float32 [B, R]: coefficient * weight of the token in the loss; 0 without a teacher or outside the loss
+    )
+    logprobs: Tensor  # float32 [B, R], of the response tokens; 0 in rows without a teacher
+    top: list[Tensor | None] = field(
+        default_factory=list
+    )  # float32 [r, 2 k + 1]: k ids, k log-probabilities, the tail's
+    states: list[Tensor | None] = field(default_factory=list)  # [r, hidden size], which predict the response tokens
+    # of each teacher: the rows of its output head for the vocabulary of this rank's shard of the policy's head
+    heads: list[Tensor | None] = field(default_factory=list)
+
+
+@dataclass
 class Batch:
     """One data-parallel rank's share of a step: B whole sequences; R is its longest response (at least 1).
 
@@ -291,6 +312,7 @@ class Batch:
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
+    teacher: TeacherScores | None = None  # None: no distillation
     table: GroupTable | None = None  # of the whole step; None: made by hand
     plan: Plan | None = None  # that `table` was made into
     # experts of known routes in the last backward pass: those that this rank's routers would have chosen too, and all

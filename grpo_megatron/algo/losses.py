@@ -52,6 +52,12 @@ class LossInputs(MaskedInputs):
     mask: Bool[Tensor, "B R"]  # the loss mask: true at a token of the loss
     token_weights: Float[Tensor, "B R"]
     correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
+    # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
+    teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
+    teacher_weights: Float[Tensor, "B R"] | None = None  # coefficient * the token's weight; 0: no teacher
+    teacher_index: Float[Tensor, "B R"] | None = None  # among the run's teachers; -1: none
+    divergence: Float[Tensor, "B R"] | None = None  # between teacher and current policy; carries a gradient
+    agreement: Float[Tensor, "B R"] | None = None  # 1: both have the same best token
 
 
 class MetricSum(NamedTuple):
@@ -144,10 +150,12 @@ def total_loss(
 ) -> tuple[Tensor, dict[str, MetricSum]]:
     """Computes one micro-batch's share of the mini-batch's loss, and of its metrics (see `MetricSum`).
 
-        sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy)
+        sum over tokens of  w * (c * policy loss + kl_loss_coef * KL - entropy_coeff * entropy) + w' * divergence
 
     w are the token weights (plan.py), which are normalised over the optimizer step, c the correction (corrections.py; 1
-    without one). This is a plain sum: add it, and its gradient, over micro-batches and ranks; never average.
+    without one), w' the weights of the teachers
+    (distillation.py; without them the last term is absent). This is a plain sum: add it, and its gradient, over
+    micro-batches and ranks; never average.
 
     Returns a scalar with gradient: 0, with zero gradients, when everything is masked or B is 0. `actor/pg_loss`,
     `actor/entropy_loss` and, with a penalty, `actor/kl_loss` aggregate like the loss, before their coefficients.
@@ -172,14 +180,19 @@ def total_loss(
     if config.entropy_coeff != 0.0:
         per_token = per_token - config.entropy_coeff * inputs.entropy
 
+    total = (weights * per_token).sum()
     metrics = {name: MetricSum((weights * value.detach()).sum(), None) for name, value in weighted.items()}
+    if inputs.divergence is not None:
+        assert inputs.teacher_weights is not None
+        distilled = (inputs.teacher_weights * inputs.divergence).sum()
+        total, metrics["distillation/loss"] = total + distilled, MetricSum(distilled.detach(), None)
     num_tokens = inputs.mask.sum()
     for name, metric in {**loss_metrics, "actor/entropy": inputs.entropy}.items():
         if isinstance(metric, Tensor):
             masked = torch.where(inputs.mask, metric.detach().to(weights.dtype), 0.0)
             metric = MetricSum(masked.sum(), num_tokens)
         metrics[name] = metric
-    return (weights * per_token).sum(), metrics
+    return total, metrics
 
 
 def _correction(mask: Tensor, correction: Tensor, policy_loss: PolicyLoss) -> Tensor:

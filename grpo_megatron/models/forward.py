@@ -428,13 +428,23 @@ class LossPass:
 
 
 def loss_inputs(
-    batch: Batch, rows: list[int], logprobs: Float[Tensor, "rows R"], entropy: Float[Tensor, "rows R"]
+    batch: Batch,
+    rows: list[int],
+    logprobs: Float[Tensor, "rows R"],
+    entropy: Float[Tensor, "rows R"],
+    divergence: Float[Tensor, "rows R"] | None = None,
+    agreement: Float[Tensor, "rows R"] | None = None,
 ) -> LossInputs:
-    """Returns the inputs of a loss on `rows`. `logprobs` and `entropy` [len(rows), R] are the model's.
+    """Returns the inputs of a loss on `rows`. `logprobs`, `entropy`, `divergence` [len(rows), R] are the model's.
 
     Where the batch has no old log-probabilities, they are the model's own.
     """
     select = functools.partial(like_rows, rows, logprobs)
+    teacher: dict[str, Tensor] = {}
+    if (scores := batch.teacher) is not None:
+        index = torch.tensor([scores.index[row] for row in rows], dtype=logprobs.dtype, device=logprobs.device)
+        teacher = {"teacher_logprobs": select(scores.logprobs), "teacher_weights": select(scores.weights)}
+        teacher["teacher_index"] = index[:, None].expand(logprobs.shape)
     return LossInputs(
         logprobs=logprobs,
         entropy=entropy,
@@ -445,6 +455,9 @@ def loss_inputs(
         mask=select(batch.loss_mask),
         token_weights=select(batch.token_weights),
         correction=None if batch.correction is None else select(batch.correction),
+        divergence=divergence,
+        agreement=agreement,
+        **teacher,
     )
 
 

@@ -8,12 +8,14 @@ pass (`is_folded`): then the loss computes the factors, and `measure` is called 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from grpo_megatron.algo.corrections import correction_weights, importance_weights, rejection_mask
+from grpo_megatron.algo.distillation import with_teachers
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import (
     LossInputs,
@@ -112,13 +114,18 @@ class Correction:
 
 
 def build_loss(
-    actor: ActorConfig, algorithm: AlgorithmConfig | None = None, policy_loss: PolicyLoss | None = None
+    actor: ActorConfig,
+    algorithm: AlgorithmConfig | None = None,
+    policy_loss: PolicyLoss | None = None,
+    *,
+    teachers: Sequence[str] = (),
+    discount: float = 0.0,
 ) -> LossFunction:
     """Build the total loss of one micro-batch from the config: policy loss, KL penalty and entropy.
 
     `algorithm`: with its rollout correction. `bypass_mode` takes the ratio to the engine's log-probabilities. Inputs
     without factors of the policy loss get them here, from the log-probabilities of this pass. `policy_loss`: in place
-    of `actor.loss_mode`.
+    of `actor.loss_mode`. `teachers`: their names; `discount` is that of the sampled objective (algo/distillation.py).
     """
     policy_loss = policy_loss or policy_losses.get(actor.loss_mode)
     penalty = kl_penalties.get(actor.kl_loss_type) if has_kl_loss(actor) else None
@@ -126,11 +133,15 @@ def build_loss(
     weighs = algorithm is not None and is_corrected(algorithm, actor)
 
     def loss(inputs: LossInputs) -> tuple[Tensor, MetricSums]:
+        distilled: MetricSums = {}
+        if inputs.teacher_logprobs is not None:
+            inputs, distilled = with_teachers(inputs, teachers, discount)
         if correction is not None and correction.bypass_mode:
             inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
         elif correction is not None and weighs and inputs.correction is None:
             factors = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
             inputs = replace(inputs, correction=factors)
-        return total_loss(inputs, actor, policy_loss, penalty)
+        total, metrics = total_loss(inputs, actor, policy_loss, penalty)
+        return total, {**metrics, **distilled}
 
     return loss

@@ -136,7 +136,8 @@ def metric_parts(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float 
 def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: ActorConfig) -> dict[str, float]:
     """Returns the metrics of a mini-batch, and its `loss`, from every rank's {name: (total, number of tokens)}.
 
-    The gradient belongs to loss = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss, summed over all ranks.
+    The gradient belongs to loss = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss + distillation, summed
+    over all ranks.
     """
     values: dict[str, float] = {}
     for name in sorted({name for rank in totals for name in rank}):
@@ -148,6 +149,7 @@ def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: Ac
         loss += actor.kl_loss_coef * values.get("actor/kl_loss", 0.0)
     if actor.entropy_coeff:
         loss -= actor.entropy_coeff * values.get("actor/entropy_loss", 0.0)
+    loss += values.get("distillation/loss", 0.0)
     return {"loss": loss, **values}
 
 
