@@ -43,6 +43,7 @@ def describe_model(options: InspectOptions) -> str:
     rope += f", llama3 x{arch.rope_factor:g}" if arch.rope_factor else ""
     rope += f", linear x{arch.rope_linear_factor:g}" if arch.rope_linear_factor else ""
     rope += f", yarn x{arch.rope_yarn.factor:g}" if arch.rope_yarn else ""
+    rope += f", of {arch.rotary_share:g} of each head" if arch.rotary_share < 1 else ""
     output = f"{'tied' if arch.tied else 'untied'} embeddings"
     if source.head is not None:
         output = f"scalar head ({WHAT[source.head]})"

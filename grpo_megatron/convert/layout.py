@@ -53,7 +53,7 @@ def load_args(arch: Architecture) -> dict[str, Any]:
         "add_position_embedding": False,
         "use_rotary_position_embeddings": True,
         "rotary_base": int(arch.rope_theta),
-        "rotary_percent": 1.0,
+        "rotary_percent": arch.rotary_share,
         "rotary_interleaved": False,
         "use_rope_scaling": arch.rope_factor is not None,
         "rope_scaling_factor": arch.rope_factor or 8.0,

@@ -195,6 +195,7 @@ class Architecture:
     rope_factor: float | None = _number(1.0, 1e6, default=None)
     rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
+    rotary_share: float = _number(1e-3, 1.0, default=1.0)  # the first of a head's dimensions, which rotate
     sliding_window: int | None = _size(1 << 40, default=None)  # longer sequences are refused: there are no windows
     num_experts: int = _size(_HEADS, default=0)  # 0: dense
     experts_per_token: int = _size(_HEADS, default=0)
@@ -334,20 +335,24 @@ def check_bounds(arch: Architecture) -> None:
         )
 
 
-def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the Architecture keywords of RoPE: theta and scaling. Raises UnsupportedModel.
+def rope_settings(config: dict[str, Any], rotary: float | None = None) -> dict[str, Any]:
+    """Returns the Architecture keywords of RoPE: theta, scaling and share. Raises UnsupportedModel.
 
-    config.json has either `rope_parameters` (transformers 5) or the older keys.
+    config.json has either `rope_parameters` (transformers 5) or the older keys. `rotary`: see `common_settings`.
     """
     merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     theta = merged.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = merged.get("rope_type", merged.get("type", "default"))
     out: dict[str, Any] = {"rope_theta": float(theta)}
     partial = merged.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1):
+    if rotary is not None:
+        out["rotary_share"] = rotary if partial is None else partial
+    elif partial not in (None, 1):
         raise UnsupportedModel(f"RoPE with partial_rotary_factor={partial} is not supported (every dimension rotates)")
     if kind in (None, "default"):
         return out
+    if rotary is not None:
+        raise UnsupportedModel(f"RoPE scaling {kind!r} of a share of each head is not supported (supported: default)")
     if kind == "linear":
         return {**out, "rope_linear_factor": float(merged["factor"])}
     if kind == "llama3":
@@ -388,8 +393,11 @@ def _yarn(scaling: dict[str, Any]) -> Yarn:
     )
 
 
-def common_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the Architecture keywords that all families read alike. Raises UnsupportedModel; KeyError for a missing key."""
+def common_settings(config: dict[str, Any], rotary: float | None = None) -> dict[str, Any]:
+    """Returns the Architecture keywords that all families read alike. Raises UnsupportedModel; KeyError for a missing key.
+
+    `rotary`: the share of each head that rotates where config.json gives none. None: a family whose heads rotate whole.
+    """
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModel(f"hidden_act={activation!r} is not supported (supported: silu)")
@@ -404,7 +412,7 @@ def common_settings(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "max_position_embeddings": config.get("max_position_embeddings", 2048),
-        **rope_settings(config),
+        **rope_settings(config, rotary),
     }
 
 

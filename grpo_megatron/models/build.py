@@ -376,6 +376,7 @@ def build_model(
             share_embeddings_and_output_weights=arch.tied,
             position_embedding_type=_positions(arch),
             scatter_embedding_sequence_parallel=arch.vision is None,  # images come before
+            rotary_percent=arch.rotary_share,
             rotary_base=arch.rope_theta,  # type: ignore[arg-type]  # a float works, and some models need a float
             rope_scaling=arch.rope_factor is not None,
             rope_scaling_factor=arch.rope_factor or 1.0,

@@ -203,6 +203,7 @@ SMALL = {
     "vocab_size": 2048,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+GLM = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 REAL_REWARDS = ("qwen25_7b", "r1_gsm8k_1b", "easyr1_qwen25_7b")  # the others have one that a random model gets
 PROMPT, RESPONSE = 720, 16  # tokens; longer prompts are left out
@@ -212,8 +213,8 @@ def shrunk(family: str, root: Path) -> Path:
     """A model of the family with random weights."""
     if family in vision.TOWERS:
         return vision.make_model(root / family, family, max_position_embeddings=1024)
-    experts = EXPERTS if family.endswith("_moe") else {}
-    folder = tiny.make_model(root / family, "llama2", **SMALL, **experts, model_type=family)
+    experts = GLM if family == "glm4_moe" else EXPERTS if family.endswith("_moe") else {}
+    folder = tiny.make_model(root / family, "llama2", **{**SMALL, **experts, "model_type": family})
     (folder / "tokenizer.json").symlink_to(DATA / "tokenizers/torchtitan_test/tokenizer.json")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
@@ -238,6 +239,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         "actor.ppo_max_token_len_per_gpu=2048",
         "actor.optim.lr_warmup_steps=0",
         "actor.megatron.tensor_model_parallel_size=1",
+        "actor.megatron.pipeline_model_parallel_size=1",
         f"actor.megatron.expert_model_parallel_size={ep}",
         "rollout.n=3",
         f"rollout.tensor_model_parallel_size={engine_ep}",
@@ -278,7 +280,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     ("family", "only"),
     [
         ("qwen2_5_vl", ""),
-        *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe")),
+        *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe")),
     ],
 )
 def test_two_steps_of_a_shrunk_model(

@@ -83,6 +83,7 @@ def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
 
 COUNTS = {
     "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a further token
+    "GLM-4.5-Air": 106_852_251_264,  # likewise
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -134,6 +135,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_parameters": LINEAR}, "latent attention with llama3 or linear RoPE scaling"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
+    ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
     ("deepseek_v2", {"topk_group": 1}, "a token cannot select num_experts_per_tok=4 of them"),
     ("deepseek_v2", {"topk_method": "greedy"}, "topk_method=greedy and n_group=4: vLLM would limit the groups"),
 ]

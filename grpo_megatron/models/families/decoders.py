@@ -1,4 +1,4 @@
-"""Decoders with grouped-query attention, which differ in a few fields of config.json: Llama, Mistral, OLMo, Qwen."""
+"""Decoders with grouped-query attention, which differ in a few fields of config.json: GLM, Llama, Mistral, OLMo, Qwen."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings, expert_settings
+from grpo_megatron.models.families.deepseek import shared_expert_settings
 from grpo_megatron.models.weights.table import WeightRow, decoder_table
 
 
@@ -27,13 +28,15 @@ def _family(
     refused: Sequence[str] = (),
     *,
     window: str | None = None,
+    rotary: float | None = None,
     experts: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
     table: Callable[[Architecture], list[WeightRow]] = decoder_table,
     **fields: Any,
 ) -> ModelFamily:
     """Returns a family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
 
-    `window`: the key that switches `sliding_window` on; "": it is always on. `experts`: config.json -> the fields of experts.
+    `window`: the key that switches `sliding_window` on; "": it is always on. `rotary`: see `common_settings`. `experts`:
+    config.json -> the fields of experts, and others.
     """
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
@@ -43,7 +46,9 @@ def _family(
         settings = {"tied": bool(config.get("tie_word_embeddings", False)), **fields}
         if window is not None:
             settings["sliding_window"] = config.get("sliding_window") if not window or config.get(window) else None
-        return Architecture(family=config["model_type"], **{**common_settings(config), **settings, **experts(config)})
+        return Architecture(
+            family=config["model_type"], **{**common_settings(config, rotary), **settings, **experts(config)}
+        )
 
     return ModelFamily(architecture_from, table)
 
@@ -61,9 +66,16 @@ def _qwen_experts(config: dict[str, Any]) -> dict[str, Any]:
     return expert_settings(config, width="moe_intermediate_size", renormalise=renormalise)
 
 
+def _glm_settings(config: dict[str, Any]) -> dict[str, Any]:
+    attention = {"qkv_bias": bool(config.get("attention_bias")), "qk_norm": bool(config.get("use_qk_norm"))}
+    return attention | shared_expert_settings(config, is_sigmoid=True)
+
+
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
+    # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
+    "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
     # Llama's shapes. v0.1 has a sliding window: sequences longer than it are refused.

@@ -40,31 +40,44 @@ def architecture_from(config: dict[str, Any]) -> Architecture:
             f"{family} with num_key_value_heads={shown(config['num_key_value_heads'])}: latent attention has a key head for"
             f" each of the {shown(config.get('num_attention_heads'))} query heads"
         )
-    common, dense = common_settings(config), config.get("first_k_dense_replace") or 0
-    experts = {
+    given = config.get("scoring_func"), config.get("topk_method")
+    for key, value, values in zip(("scoring_func", "topk_method"), given, ROUTERS[family], strict=True):
+        if value not in values:
+            raise UnsupportedModel(
+                f"{family} with {key}={shown(value)}: vLLM would route other than transformers; config.json must have one"
+                f" of {', '.join(str(v) for v in values if v is not None)}"
+            )
+    common = common_settings(config)
+    latent = _latent(config, common)
+    same = {"head_dim": latent.key_dim, "num_query_groups": config["num_attention_heads"]}
+    experts = shared_expert_settings(config, is_sigmoid=family == "deepseek_v3")
+    tied = bool(config.get("tie_word_embeddings", False))
+    return Architecture(family=family, tied=tied, latent=latent, **{**common, **experts, **same})
+
+
+def shared_expert_settings(config: dict[str, Any], *, is_sigmoid: bool) -> dict[str, Any]:
+    """Returns the Architecture keywords of routed experts beside shared ones, after dense layers. Raises UnsupportedModel."""
+    family, dense, routing = (
+        config["model_type"],
+        config.get("first_k_dense_replace") or 0,
+        _routing(config, is_sigmoid),
+    )
+    if dense >= config["num_hidden_layers"]:
+        raise UnsupportedModel(
+            f"{family} with first_k_dense_replace={dense} of {config['num_hidden_layers']} layers:"
+            " a model without experts is not supported"
+        )
+    return {
         "ffn_hidden_size": config["moe_intermediate_size"],
         "num_experts": config["n_routed_experts"],
         "experts_per_token": config["num_experts_per_tok"],
         "num_dense_layers": dense,
         "dense_ffn_hidden_size": config["intermediate_size"] if dense else 0,
         "shared_ffn_hidden_size": config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+        "renormalise_experts": is_sigmoid,
+        "routing": routing,
+        "num_extra_layers": config.get("num_nextn_predict_layers") or 0,
     }
-    latent, routing = _latent(config, common), _routing(config)
-    if dense >= config["num_hidden_layers"]:
-        raise UnsupportedModel(
-            f"{family} with first_k_dense_replace={dense} of {config['num_hidden_layers']} layers:"
-            " a model without experts is not supported"
-        )
-    same = {"head_dim": latent.key_dim, "num_query_groups": config["num_attention_heads"]}
-    return Architecture(
-        family=family,
-        tied=bool(config.get("tie_word_embeddings", False)),
-        renormalise_experts=routing.is_sigmoid,
-        routing=routing,
-        latent=latent,
-        num_extra_layers=config.get("num_nextn_predict_layers") or 0,
-        **{**common, **experts, **same},
-    )
 
 
 def _latent(config: dict[str, Any], common: dict[str, Any]) -> Latent:
@@ -93,20 +106,13 @@ def _latent(config: dict[str, Any], common: dict[str, Any]) -> Latent:
     return replace(latent, logit_scale=float(lower))
 
 
-def _routing(config: dict[str, Any]) -> Routing:
-    family, is_sigmoid = config["model_type"], config["model_type"] == "deepseek_v3"
-    given = config.get("scoring_func"), config.get("topk_method")
-    for key, value, values in zip(("scoring_func", "topk_method"), given, ROUTERS[family], strict=True):
-        if value not in values:
-            raise UnsupportedModel(
-                f"{family} with {key}={shown(value)}: vLLM would route other than transformers; config.json must have one"
-                f" of {', '.join(str(v) for v in values if v is not None)}"
-            )
+def _routing(config: dict[str, Any], is_sigmoid: bool) -> Routing:
+    family = config["model_type"]
     if bool(config.get("norm_topk_prob")) != is_sigmoid:
         raise UnsupportedModel(f"{family} with norm_topk_prob={shown(config.get('norm_topk_prob'))} is not supported")
     experts, per_token = config["n_routed_experts"], config["num_experts_per_tok"]
     groups, reached = config.get("n_group") or 1, config.get("topk_group") or 1
-    if groups > 1 and config["topk_method"] == "greedy":
+    if groups > 1 and config.get("topk_method") == "greedy":
         raise UnsupportedModel(f"{family} with topk_method=greedy and n_group={groups}: vLLM would limit the groups")
     best = 2 if is_sigmoid else 1
     if experts % groups or not 1 <= reached <= groups or per_token > reached * (experts // groups):
