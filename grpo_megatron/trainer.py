@@ -25,13 +25,24 @@ from grpo_megatron.types import Batch, Sample
 
 
 class Trainer:
-    """`checked`: what `validate` read for this config; `profiled`: steps to profile. Build on every rank, `run` once."""
+    """`checked`: what `validate` read for this config; `profiled`: steps to profile. Build on every rank, `run` once.
 
-    def __init__(self, config: Config, checked: Checked | None = None, profiled: range | None = None) -> None:
+    `last_step`: the run ends after it, with the schedules of the full run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        checked: Checked | None = None,
+        profiled: range | None = None,
+        last_step: int | None = None,
+    ) -> None:
         with contextlib.ExitStack() as opened:
             self.parts = run = opened.enter_context(Run(config, checked))
             self.config, self.metrics, self.cadence = run.config, run.metrics, run.cadence
             self.output_dir, self.num_steps = run.config.trainer.output_dir, run.config.trainer.total_training_steps
+            if last_step is not None:
+                self.num_steps = last_step + 1
             self.collector = run.placement.build_collector(run.checked, run.references, run.num_steps_ahead > 0)
             self.validation = run.placement.build_validation(run.checked)
             self.validation_loss = build_validation_loss(run.effective, run.checked, run.policy, run.references)

@@ -261,6 +261,7 @@ class RunOptions(Options):
 
     dry_run: Annotated[bool, Option(HIDDEN)] = False
     profile: Annotated[range | None, Option(HIDDEN, read=_steps)] = None
+    last_step: Annotated[int | None, Option(HIDDEN, ge=0)] = None  # the run ends after it: `diff --replay`
 
     @property
     def settings(self) -> list[str]:

@@ -89,7 +89,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device = config.trainer.device
         return ranks.start_ranks(main, world_size, argv, device, can_stop=True, engine=engine, place=place)
-    return _run(config, checked, options.profile)
+    return _run(config, checked, options)
 
 
 def _world_size(config: Config) -> int:
@@ -193,7 +193,7 @@ def _join_run(is_rank: bool) -> None:
     listen(failures.is_lost, announces=failures.is_first() and failures.LAUNCHER_PID not in os.environ)
 
 
-def _run(config: Config, checked: Checked, profiled: range | None) -> int:
+def _run(config: Config, checked: Checked, options: RunOptions) -> int:
     """Train as this rank until the run is over; returns the exit code."""
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
@@ -212,7 +212,7 @@ def _run(config: Config, checked: Checked, profiled: range | None) -> int:
 
         plant(json.loads(fault))
     try:
-        (RolloutRank(config, checked) if draws else Trainer(config, checked, profiled)).run()
+        (RolloutRank(config, checked) if draws else Trainer(config, checked, options.profile, options.last_step)).run()
     except Stopped as stopped:
         return stopped.exit_code
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run

@@ -1,1 +1,1 @@
-"""Trust: compare.py finds where two runs part, from their traces; diff.py is the command. certify.py checks a config."""
+"""Trust: compare.py finds where two runs part, replay.py runs that step again; diff.py is the command. certify.py checks runs."""

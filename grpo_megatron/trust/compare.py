@@ -123,6 +123,7 @@ class Diff:
     verdict: str = "equal"  # equal | explained | part | wrong
     cause: str = ""
     texts: list[str] = field(default_factory=list)  # both values at the first place, where files hold them
+    replays: list[str] = field(default_factory=list)  # what the step gave when it was run again (replay.py)
     independent: list[str] = field(default_factory=list)  # differences that do not follow from the first
     notes: list[str] = field(default_factory=list)
 
@@ -140,7 +141,7 @@ def config_of(run: Path) -> dict[str, Any]:
     """Read the settings of a run, with those of its last start."""
     folder = RunFolder(run)
     folder.update()
-    return folder.settings | {key: now for _, changes in folder.attempts for key, _, now in changes}
+    return folder.settings | {key: now for _, changes in folder.attempts[-1:] for key, _, now in changes}
 
 
 def changes_between(
@@ -242,6 +243,8 @@ class _Sides:
         """Yield the stages of a step that differ, in order."""
         roots = self.left.steps[step], self.right.steps[step]
         self.unequal = {}
+        if self._before[0] is None and judged:
+            self._before = self.left.file(step - 1), None
         a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
         for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
             if stage not in roots[0] or stage not in roots[1]:

@@ -32,6 +32,9 @@ class DiffOptions(Options):
             "tell a wrong run from one that rounds differently; X times the bounds (default: 1)", "X", bare=1.0, gt=0
         ),
     ] = None
+    replay: Annotated[
+        bool, Option("run that step again from each run's nearest checkpoint, and say which side repeats its record")
+    ] = False
     json_file: Annotated[Path | None, Option("write the result as JSON", "FILE", flags=("--json",))] = None
     page: Annotated[Path | None, Option("write the result as a page", "FILE")] = None
 
@@ -39,6 +42,8 @@ class DiffOptions(Options):
         """Yields a missing or a needless second run."""
         if self.itself == (self.right is not None):
             yield "name two runs; or one with --self, which looks at its resumes"
+        if self.itself and self.replay:
+            yield "--replay runs the step where two runs part again; leave it out, or name two runs"
 
 
 def print_diff(options: DiffOptions) -> int:
@@ -46,16 +51,17 @@ def print_diff(options: DiffOptions) -> int:
     with large_imports():
         from grpo_megatron.report.trace_file import TraceFolder
         from grpo_megatron.trust.compare import compare_runs, compare_seams
+        from grpo_megatron.trust.replay import replay
 
     try:
         left = TraceFolder(options.left)
         if options.right is None:
             result = compare_seams(left)
         else:
-            scale = options.tolerance or 1.0
-            result = compare_runs(
-                left, TraceFolder(options.right), tolerance=options.tolerance is not None, scale=scale
-            )
+            right, scale = TraceFolder(options.right), options.tolerance or 1.0
+            result = compare_runs(left, right, tolerance=options.tolerance is not None, scale=scale)
+            if options.replay:
+                result.replays = list(replay(result, (left, right), scale))
     except StorageError as error:
         raise ConfigError(str(error)) from error
     sections = dict(diff_sections(result))
@@ -96,6 +102,8 @@ def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
             yield "what rounding explains", [line for line, p in zip(lines, (first, *later), strict=True) if p.measured]
         elif later:
             yield "later in the step, as a consequence", lines[1:]
+    if result.replays:
+        yield "run again", result.replays
     if result.independent:
         yield "also different, and no consequence", result.independent
     if result.notes:

@@ -1,0 +1,112 @@
+"""`diff --replay` runs the step where two runs part again, from a real checkpoint, and says which side repeats its record.
+
+One run is made. Copies of it have another record, another layout in their config, or no checkpoint. Runs are those of the
+command, on forked ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, step_content
+from grpo_megatron.trust import replay
+from grpo_megatron.trust.compare import Diff, Parting
+from grpo_megatron.trust.diff import diff_sections
+from tests import worlds
+from tests.runs import make_run
+
+SETTINGS = [
+    *("rollout.engine=transformers", "data.train_batch_size=4", "actor.optim.lr=0.01", "trainer.save_freq=1"),
+    *(
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "trainer.save_hf_at_end=false",
+        "trainer.logger=[jsonl]",
+    ),
+    *("trainer.total_training_steps=2", "actor.optim.lr_decay_style=cosine", "trainer.n_gpus_per_node=1"),
+    "reward.function=tests.trust.rewards_of_certify:odd",
+]
+
+
+def program(words: Sequence[str], log: Path) -> int:
+    """Runs the command as a rank, with its output in `log`."""
+    from grpo_megatron.cli.main import main
+
+    with log.open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    return main(list(words))
+
+
+def replay_program(words: Sequence[str], log: Path, settings: Mapping[str, Any]) -> int:
+    log.touch()
+    try:
+        return max(worlds.run(program, settings["trainer"]["n_gpus_per_node"], words=words, log=log))
+    except AssertionError:  # a refused config
+        return 2
+
+
+def another_reward(run: Path) -> None:
+    """Changes the record of a reward in step 1."""
+    path = run / "trace/step_000001.bin"
+    file = StepFile(path)
+    stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n)) for n in file._sizes}
+    stages["rewards"].digests[3] += np.uint64(1)
+    content, roots = step_content(1, stages, np.array(file.rows), file.uids)
+    path.write_bytes(content)
+    lines, old = run / "trace/steps.jsonl", TraceFolder(run).steps[1]["rewards"]
+    lines.write_text(lines.read_text().replace(old, roots["rewards"]))
+
+
+def two_ranks(run: Path) -> None:
+    (run / "config_attempts").mkdir()
+    (run / "config_attempts/002.yaml").write_text(
+        "trainer: {n_gpus_per_node: 2}\nactor: {megatron: {tensor_model_parallel_size: 2}}\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("replay"))
+    settings = [*SETTINGS, f"trainer.output_dir={folder / 'honest'}"]
+    code = replay_program(
+        ["train", f"{folder / 'run.yaml'}", *settings], folder / "log", {"trainer": {"n_gpus_per_node": 1}}
+    )
+    assert code == 0, (folder / "log").read_text()
+    return folder / "honest"
+
+
+EXACT, FROM = "every digest is equal", "repeat its record from step_000001, in "
+# what a copy of the run differs in, what one process has instead of one rank, what is said of the copy, and of both
+CASES: list[tuple[Callable[[Path], Any], dict[str, Any] | None, str, str]] = [
+    (another_reward, None, f"does not {FROM}one process: step 1, rewards: 1 of 16 rows", "alone does not"),
+    (two_ranks, None, f"repeats its record from step_000001, in one process: {EXACT}", "both repeat"),
+    (two_ranks, {"trainer": {"n_gpus_per_node": 1}}, "in its 2 ranks: rounding explains", ""),
+    (lambda run: shutil.rmtree(run / "checkpoints"), None, "no checkpoint is less than 1 steps before step 1", ""),
+]
+
+
+def test_which_side_repeats_its_record(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "replay_program", replay_program)
+    monkeypatch.setattr(replay, "MAX_DISTANCE", 1)
+    for number, (change, layout, seen, follows) in enumerate(CASES):
+        copy = tmp_path / f"{number}"
+        shutil.copytree(honest, copy)
+        change(copy)
+        result = Diff("", "", partings=[Parting(1, "rewards", "row")])
+        with monkeypatch.context() as patches:
+            if layout is not None:
+                patches.setattr(replay, "ONE_PROCESS", layout)
+            sides = [TraceFolder(folder) for folder in ([honest, copy] if follows else [copy])]
+            result.replays = list(replay.replay(result, sides))
+        assert result.replays[len(sides) - 1].startswith(f"{copy}: ") and seen in result.replays[len(sides) - 1]
+        assert follows in result.replays[-1] and ("run again", result.replays) in list(diff_sections(result))
+        assert not follows or f"in one process: {EXACT}" in result.replays[0]
+    assert "equal" in next(replay.replay(Diff("", ""), []))
