@@ -101,6 +101,7 @@ MODELS["glm4_moe"] = {
     "attention_bias": True,
     "use_qk_norm": True,
     "norm_topk_prob": True,
+    "moe_intermediate_size": 64,  # vLLM 0.26's kernel for the CPU has tiles of 64 rows of gate and up
     "num_experts_per_tok": 6,
     "n_group": 1,
     "topk_group": 1,
