@@ -283,6 +283,8 @@ class TeacherScores:
     states: list[Tensor | None] = field(default_factory=list)  # [r, hidden size], which predict the response tokens
     # of each teacher: the rows of its output head for the vocabulary of this rank's shard of the policy's head
     heads: list[Tensor | None] = field(default_factory=list)
+    kl: str = "sampled"  # or the divergence: "forward", "reverse" or "jsd" with `beta`
+    beta: float = 0.5
 
 
 @dataclass

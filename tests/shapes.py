@@ -10,6 +10,8 @@ CHECKED = (  # not layers/head_kernel.py: Triton reads the source of its kernels
     "grpo_megatron.algo",
     "grpo_megatron.models.build",
     "grpo_megatron.models.forward",
+    "grpo_megatron.models.layers.divergence",
+    "grpo_megatron.models.layers.head",
     "grpo_megatron.models.layers.modules",
 )
 SHAPE = re.compile(r"\b(Bool|Float|Int)\[")

@@ -8,13 +8,15 @@ d_t = log teacher(y_t) - log policy(y_t) of the sampled tokens, both at the roll
 A_t is the advantage that the rewards give, w_t the token's weight in the policy loss and w'_t the teacher's: its coefficient
 times a token weight. Losses are multiples of w_t A_t, so that the term has the weights w'. t numbers loss tokens.
 
-A divergence of distributions (below) is a term of its own, whose gradient goes through the policy's output head.
+A divergence of distributions (`Divergence`) is a term of its own, whose gradient goes through the policy's output head
+(models/layers/divergence.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +25,53 @@ from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.shapes import Bool, Float
 
 POSITIONS = (0, 64, 256, 1024, 4096, 16384)  # first response tokens of the buckets in the metrics
+
+LEAST_LOGPROB = math.log(torch.finfo(torch.float32).tiny)  # of a bucket's log-probability: -87.3
+CLAMP = 60.0  # of a log-ratio before exp; e^-60 of the mass is behind it
+
+# The field's names of the divergences of a policy p from a teacher q; "sampled" is the sampled reverse KL
+OBJECTIVES = ("sampled", "forward", "reverse", "jsd")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A divergence of p, the policy's distribution, from q, the teacher's: a sum over tokens or buckets of f(p, q).
+
+        forward    KL(q || p)     f = q log(q / p)                                        u = df / dp = -q / p
+        reverse    KL(p || q)     f = p log(p / q)                                        u = log(p / q) + 1
+        jsd        GKD, 2306.13649:  beta KL(q || M) + (1 - beta) KL(p || M),  M = beta q + (1 - beta) p
+                                  f = beta q log(q / M) + (1 - beta) p log(p / M)         u = (1 - beta) log(p / M)
+
+    `beta` is read by jsd alone, in (0, 1). Where p = q, all terms of the value and of the gradient are exactly 0.
+    """
+
+    kind: str
+    beta: float = 0.5
+
+    def terms(
+        self, logp: Float[Tensor, "n buckets"], logq: Float[Tensor, "n buckets"]
+    ) -> tuple[Float[Tensor, "n buckets"], Float[Tensor, "n buckets"]]:
+        """Computes f and p u of each bucket; u without constants, which do not change a gradient of a softmax."""
+        difference = logq - logp
+        if self.kind == "forward":
+            q = logq.exp()
+            return q * difference, -q
+        if self.kind == "reverse":
+            value = -logp.exp() * difference
+            return value, value
+        of_policy = (1 - self.beta) * logp.exp() * self._log_mixture(difference, self.beta)
+        of_teacher = self.beta * logq.exp() * self._log_mixture(-difference, 1 - self.beta)
+        return -of_policy - of_teacher, -of_policy
+
+    @staticmethod
+    def _log_mixture(difference: Tensor, share: float) -> Tensor:
+        """Computes log(((1 - share) a + share b) / a) from log(b / a)."""
+        return torch.log1p(share * torch.expm1(difference.clamp(max=CLAMP)))
+
+    def mean_slope(self, slopes: Float[Tensor, "n buckets"]) -> Float[Tensor, " n"]:
+        """Computes m, the sum of p u over the buckets: -1 exactly for the forward KL."""
+        total = slopes.sum(1)
+        return torch.full_like(total, -1.0) if self.kind == "forward" else total
 
 
 def with_teachers(inputs: LossInputs, names: Sequence[str], discount: float) -> tuple[LossInputs, dict[str, MetricSum]]:

@@ -134,7 +134,7 @@ class _Scaled(torch.autograd.Function):
         return grad * weight, rowwise.column_sums(terms).to(grad.dtype), None, None
 
 
-# -- The output head: `build.vocab_parallel_logprobs`, with sums over blocks of the vocabulary ----------------------------
+# -- The output head: `head.vocab_parallel_logprobs`, with sums over blocks of the vocabulary ----------------------------
 
 
 def whole_sequence(hidden: Tensor, is_cut: bool) -> Tensor:
@@ -153,7 +153,7 @@ def exact_logprobs(
     temperature: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] of `targets` and entropies [N], as `build.vocab_parallel_logprobs`, whole gradients of `hidden`."""
+    """Log-probabilities [N] of `targets` and entropies [N], as `head.vocab_parallel_logprobs`, whole gradients of `hidden`."""
     first, size = tp_rank * weight.shape[0], rowwise.block_size(vocab_size)
     weight = weight[: max(0, vocab_size - first)]
     return _Logprobs.apply(hidden, weight, targets - first, size, temperature, chunk, group)  # type: ignore[no-any-return]

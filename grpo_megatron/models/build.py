@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -19,6 +18,8 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.exact import layers as exact
 from grpo_megatron.models.architecture import Architecture, Routing
+from grpo_megatron.models.layers.divergence import SoftTargets, vocab_parallel_divergence, vocab_parallel_top
+from grpo_megatron.models.layers.head import vocab_parallel_logprobs
 from grpo_megatron.models.layers.modules import PackedAttention, RMSNorm, TreeParams
 from grpo_megatron.models.layers.spec import (
     GroupLimitedChoice,
@@ -29,227 +30,39 @@ from grpo_megatron.models.layers.spec import (
 )
 from grpo_megatron.models.vision import Features, build_tower, with_images
 from grpo_megatron.models.weights.stream import global_parameters, model_rows
-from grpo_megatron.shapes import Float, Int
-
-# -- Log-probabilities and entropy from hidden states and this rank's rows of the output head --------------------------
-#
-#     logits = h W^T / T,   logprob = logits[y] - lse,   entropy = lse - sum_v p_v logits_v,   lse = logsumexp_v logits_v
-#
-# W is cut over tensor-parallel ranks by vocabulary rows. The vocabulary is never gathered: ranks exchange a maximum and
-# three sums per token. Logits exist for `chunk` tokens at a time. The backward pass computes them again, so memory does not
-# grow with tokens x vocabulary. Padded vocabulary rows are left out. The passes for old, reference and training
-# log-probabilities all use this function. On the CPU torch computes the sums and the gradient of the logits, in about 11
-# and 16 passes over float32 logits; on CUDA the kernels of layers/head_kernel.py do, in one pass each.
-#
-# Gradients: d logprob / d logits_v = [v = y] - p_v,   d entropy / d logits_v = -p_v (log p_v + entropy).
-#
-# Chunks of the weight's gradient are summed in float32. Of a bfloat16 weight under Megatron's DDP the sum is its `main_grad`,
-# over all micro-batches; elsewhere it is rounded once per micro-batch. A float32 weight's needs no rounding.
-
-
-class _ChunkResults(NamedTuple):
-    """The inputs of the gradient of a chunk's logits, each [n]: targets' columns, results, gradients of the results."""
-
-    columns: Tensor
-    entropy: Tensor
-    lse: Tensor
-    grad_logprobs: Tensor | None
-    grad_entropy: Tensor | None
-
-
-class _VocabParallelLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        columns: Tensor,
-        temperature: float,
-        chunk: int,
-        group: Any,
-        is_fused: bool,
-        num_rows: int,
-    ) -> tuple[Tensor, Tensor]:
-        rows = weight[:num_rows]  # without the padding
-        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        entropy, lse = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        sums_of = _fused_sums if is_fused else _sums
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            top, sums = sums_of(hidden[part], rows, columns[part], temperature, group)
-            _all_reduce(sums, dist.ReduceOp.SUM, group)
-            log_z = sums[0].log()
-            logprobs[part] = sums[2] - log_z
-            entropy[part] = log_z - sums[1] / sums[0]
-            lse[part] = top + log_z
-        ctx.save_for_backward(hidden, weight, columns, entropy, lse)
-        ctx.temperature, ctx.chunk, ctx.is_fused, ctx.num_rows = temperature, chunk, is_fused, num_rows
-        is_added = ctx.needs_input_grad[1] and weight.dtype != torch.float32 and hasattr(weight, "main_grad")
-        ctx.parameter = weight if is_added else None
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        hidden, weight, *saved = ctx.saved_tensors
-        rows, parameter = weight[: ctx.num_rows], ctx.parameter
-        grad_hidden, grad_weight = torch.zeros_like(hidden), None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (
-                parameter.main_grad if parameter is not None else torch.zeros_like(weight, dtype=torch.float32)
-            )
-        gradient = _fused_gradient if ctx.is_fused else _gradient
-        for start in range(0, len(hidden) if any(grad is not None for grad in grads) else 0, ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
-            grad = gradient(hidden[part], rows, ctx.temperature, _ChunkResults(*given))  # [n, v]
-            grad_hidden[part] = grad @ rows
-            if grad_weight is not None:
-                _add_weight_gradient(grad_weight[: ctx.num_rows], grad, hidden[part])
-            del grad  # else it would be in memory beside the next chunk's logits
-        if parameter is not None:
-            grad_weight = _mark_as_added(parameter)
-        elif grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None, None, None, None
-
-
-def _add_weight_gradient(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """Adds grad^T hidden to `total` [v, h] in float32. The product is not rounded to the type of `grad` first."""
-    if grad.is_cuda and grad.dtype != torch.float32:
-        torch.addmm(total, grad.T, hidden, out_dtype=torch.float32, out=total)  # the CPU has no such product
-    else:
-        total += grad.T.float() @ hidden.float()
-
-
-def _mark_as_added(parameter: Any) -> Tensor:
-    """Returns the gradient that the hook of Megatron's DDP expects of a weight whose `main_grad` has it already.
-
-    As Megatron-Core's LinearWithGradAccumulationAndAsyncCommunication. The hook drops the tensor, but `overlap_grad_reduce`
-    requires one. The zeros of an embedding that is also the head are added with the embedding's gradient.
-    """
-    parameter.grad_added_to_main_grad = True
-    create = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return create(parameter)
-
-
-def _all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:
-    if dist.get_world_size(group) > 1:  # gloo takes 0.1 ms for nothing
-        dist.all_reduce(tensor, operation, group=group)
-
-
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ weight.T).float()
-    return logits if temperature == 1.0 else logits / temperature
-
-
-def _local_targets(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rows whose target is in this rank's part of the vocabulary, and the target's column there."""
-    rows = ((columns >= 0) & (columns < logits.shape[1])).nonzero().squeeze(1)
-    return rows, columns[rows]
-
-
-def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
-    """Returns the rows' largest logits of all ranks [n], and three numbers of this rank's logits less these [3, n].
-
-    The numbers are the sum of exp, the sum of exp * logit, and the target's logit, or 0.
-    """
-    logits = _logits(hidden, weight, temperature)  # [n, v]
-    top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
-    _all_reduce(top, dist.ReduceOp.MAX, group)
-    logits -= top[:, None]
-    rows, local_columns = _local_targets(logits, columns)
-    at_target = logits.new_zeros(len(logits))
-    at_target[rows] = logits[rows, local_columns]
-    exp = logits.exp()
-    return top, torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])
-
-
-def _fused_sums(
-    hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any
-) -> tuple[Tensor, Tensor]:
-    """Computes `_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
-    from grpo_megatron.models.layers.head_kernel import row_statistics
-
-    local_top, total, weighted, at_target = row_statistics(hidden @ weight.T, columns, temperature)
-    top = local_top.clone()
-    _all_reduce(top, dist.ReduceOp.MAX, group)
-    shift = local_top - top
-    at_target = torch.where((columns >= 0) & (columns < len(weight)), at_target - top, 0.0)
-    return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
-
-
-def _gradient(hidden: Tensor, weight: Tensor, temperature: float, results: _ChunkResults) -> Tensor:
-    """Returns the gradient of this rank's logits before the temperature [n, v], in the weight's type."""
-    columns, entropy, lse, grad_logprobs, grad_entropy = results
-    logp = _logits(hidden, weight, temperature) - lse[:, None]
-    p = logp.exp()
-    grad = torch.zeros_like(p)
-    if grad_logprobs is not None:
-        grad -= p * grad_logprobs[:, None]
-        rows, local_columns = _local_targets(p, columns)
-        grad[rows, local_columns] += grad_logprobs[rows]
-    if grad_entropy is not None:
-        grad -= grad_entropy[:, None] * p * (logp + entropy[:, None])
-    return (grad / temperature).to(weight.dtype)
-
-
-def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, results: _ChunkResults) -> Tensor:
-    """Computes `_gradient` by a kernel that writes it over the logits."""
-    from grpo_megatron.models.layers.head_kernel import write_gradient
-
-    logits, (columns, entropy, lse, *grads) = hidden @ weight.T, results
-    logprob_grads, entropy_grads = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
-    write_gradient(logits, columns, lse, entropy, logprob_grads, entropy_grads, temperature)
-    return logits
-
-
-def vocab_parallel_logprobs(
-    hidden: Float[Tensor, "N h"],
-    weight: Float[Tensor, "V_local h"],
-    targets: Int[Tensor, " N"],
-    *,
-    vocab_size: int,
-    tp_rank: int,
-    group: Any,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-    is_fused: bool = False,
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """Returns log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
-
-    hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.
-    targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the caller
-    reduces it (Megatron's copy or gather region does this). `is_fused`: by Triton's kernels, on CUDA.
-    """
-    first = tp_rank * weight.shape[0]
-    num_real = max(0, min(weight.shape[0], vocab_size - first))
-    columns = targets - first  # in this rank's part; outside it for a target of another rank
-    return _VocabParallelLogprobs.apply(hidden, weight, columns, temperature, chunk, group, is_fused, num_real)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The work of the last stage: the log-probability of `tokens` [N] from the hidden states `state_indices` [N]."""
+    """The work of the last stage: the log-probability of `tokens` [N] from the hidden states `state_indices` [N].
+
+    `soft`: and the divergence from teachers. `top_k`: the model is a teacher itself. It also returns the `top_k` best ids
+    below `num_ids` of each target, or, for 0, the hidden states (layers/divergence.py).
+    """
 
     state_indices: Tensor  # into this rank's tokens of the pack
     tokens: Tensor
     temperature: float
     chunk: int  # rows of logits in memory at a time
+    soft: SoftTargets | None = None
+    top_k: int | None = None
+    num_ids: int = 0
 
 
 @dataclass(frozen=True)
 class HeadOutput:
     """The output of the last stage: log-probabilities [N] and entropies [N]. It can be unpacked like a tuple.
 
-    A reward model returns its scores as `values`, and has no entropy. MoE layers read `output.device`.
+    A reward model returns its scores as `values`, and has no entropy. MoE layers read `output.device`. `others` are divergence
+    and agreement with teachers [N], or a teacher's distribution [N, ...].
     """
 
     values: Tensor
     entropy: Tensor
+    others: tuple[Tensor, ...] = ()
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter((self.values, self.entropy))
+        return iter((self.values, self.entropy, *self.others))
 
     @property
     def device(self) -> torch.device:
@@ -294,6 +107,7 @@ class LogprobModel(GPTModel):
         sizes |= {"chunk": labels.chunk, "group": parallel_state.get_tensor_model_parallel_group()}
         sizes["tp_rank"] = parallel_state.get_tensor_model_parallel_rank()
         if self.is_exact:
+            assert labels.soft is None and labels.top_k is None, "checks refuse it"
             hidden = exact.whole_sequence(hidden_states, self.config.sequence_parallel)
             states = hidden.squeeze(1)[labels.state_indices]
             return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, **sizes))
@@ -302,9 +116,16 @@ class LogprobModel(GPTModel):
         else:
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)  # backward: all-reduce
         states = hidden.squeeze(1)[labels.state_indices]
-        return HeadOutput(
-            *vocab_parallel_logprobs(states, weight, labels.tokens, is_fused=self.has_fused_head, **sizes)
-        )
+        if labels.soft is not None:
+            logprobs, entropy, *others = vocab_parallel_divergence(states, weight, labels.tokens, labels.soft, **sizes)
+            return HeadOutput(logprobs, entropy, tuple(others))
+        if labels.top_k:
+            logprobs, entropy, top = vocab_parallel_top(
+                states, weight, labels.tokens, labels.top_k, labels.num_ids, **sizes
+            )
+            return HeadOutput(logprobs, entropy, (top,))
+        numbers = vocab_parallel_logprobs(states, weight, labels.tokens, is_fused=self.has_fused_head, **sizes)
+        return HeadOutput(*numbers, (states,) if labels.top_k == 0 else ())
 
 
 def _mark_parameters(model: torch.nn.Module, arch: Architecture) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -21,6 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor
 
+from grpo_megatron.algo.distillation import LEAST_LOGPROB, Divergence
 from grpo_megatron.algo.losses import LossInputs, MetricSum
 from grpo_megatron.algo.plan import pack_units
 from grpo_megatron.config import ActorConfig
@@ -29,11 +30,12 @@ from grpo_megatron.device import Device
 from grpo_megatron.exact import rowwise
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import Targets, build_model
+from grpo_megatron.models.layers.divergence import SoftTargets, TeacherStates
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.vision import PLACED
-from grpo_megatron.models.weights.hf_folder import load_hf
+from grpo_megatron.models.weights.hf_folder import load_hf, read_head_rows
 from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.shapes import Float, Int
@@ -179,6 +181,8 @@ def pack(
         tokens, position_ids = tokens[local], position_ids[local]
         all_routes = None if all_routes is None else all_routes[local]
         targets, state_indices = targets[share.target_indices], share.state_indices
+    soft = soft_targets(batch, rows, share, device)
+    if share is not None:
         share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
     fields: dict[str, Any] = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
@@ -196,7 +200,7 @@ def pack(
         tokens=tokens.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(-2).to(to),
         packed=packed,
-        targets=Targets(state_indices.to(to), targets.to(to), temperature, chunk),
+        targets=Targets(state_indices.to(to), targets.to(to), temperature, chunk, soft),
         share=share,
     )
 
@@ -279,6 +283,41 @@ def local_tokens(lengths: Sequence[int], cp: int, cp_rank: int) -> Int[Tensor, "
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
+def soft_targets(batch: Batch, rows: list[int], share: TargetShare | None, device: Device) -> SoftTargets | None:
+    """Returns the teachers' distributions of a pack's targets on the device. `share`: this rank's targets alone."""
+    scores, to = batch.teacher, device.torch_device
+    if scores is None or not (scores.top or scores.states):
+        return None
+    divergence = Divergence(scores.kl, scores.beta)
+    lengths = [len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows]
+    chosen = torch.arange(sum(lengths)) if share is None else share.target_indices
+    known = [part for part in scores.top if part is not None]
+    if known:
+        k = known[0].shape[1] // 2
+        unknown = torch.tensor([-1.0] * k + [LEAST_LOGPROB] * k + [0.0])  # all of the mass in the tail
+        parts = []
+        for row, length in zip(rows, lengths, strict=True):
+            part = scores.top[row]
+            parts.append(unknown.expand(length, -1) if part is None else part)
+        return SoftTargets(divergence, top=torch.cat(parts)[chosen].to(to))
+    runs: list[tuple[int, int, list[Tensor]]] = []  # teacher, first target, states of its rows
+    first = start = 0
+    for row, length in zip(rows, lengths, strict=True):
+        local = chosen[(chosen >= first) & (chosen < first + length)] - first
+        row_states, number = scores.states[row] if scores.states else None, scores.index[row]
+        if row_states is not None:
+            if not runs or runs[-1][0] != number or runs[-1][1] + sum(map(len, runs[-1][2])) != start:
+                runs.append((number, start, []))
+            runs[-1][2].append(row_states[local])
+        first, start = first + length, start + len(local)
+    states = []
+    for number, start, parts in runs:
+        part, head = torch.cat(parts).to(to), scores.heads[number]
+        assert head is not None
+        states.append(TeacherStates(start, start + len(part), part, head))
+    return SoftTargets(divergence, states=states)
+
+
 def target_share(state_indices: Int[Tensor, " N"], tokens: Int[Tensor, " T_local"]) -> TargetShare:
     """Returns the targets whose hidden states, `state_indices` [N] in the pack, are among a rank's `tokens` [T / cp]."""
     sizes = [int(indices.max()) + 1 for indices in (state_indices, tokens) if len(indices)]
@@ -298,7 +337,7 @@ class _GatherTargets(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, target_indices: Tensor, num_targets: int, group: Any) -> Tensor:
         ctx.save_for_backward(target_indices)
-        gathered = values.new_zeros(num_targets)
+        gathered = values.new_zeros(num_targets, *values.shape[1:])
         gathered[target_indices] = values
         dist.all_reduce(gathered, group=group)  # one rank's value plus zeros: the same bits on every rank
         return gathered
@@ -309,22 +348,22 @@ class _GatherTargets(torch.autograd.Function):
         return grads[0][target_indices], None, None, None
 
 
-def gather_targets(values: Float[Tensor, " n"], share: TargetShare, group: Any) -> Float[Tensor, " N"]:
-    """Gathers all ranks' values [N] from each rank's [n]. Collective over the context-parallel `group`."""
+def gather_targets(values: Float[Tensor, "n ..."], share: TargetShare, group: Any) -> Float[Tensor, "N ..."]:
+    """Gathers all ranks' values [N, ...] from each rank's [n, ...]. Collective over the context-parallel `group`."""
     return _GatherTargets.apply(values, share.target_indices, share.num_targets, group)  # type: ignore[no-any-return]
 
 
 def forward_backward(
     model: torch.nn.Module,
     packs: list[Pack],
-    consume: Callable[[Pack, Tensor, Tensor], Any],
+    consume: Callable[..., Any],
     *,
     device: Device,
     forward_only: bool,
 ) -> list[Any]:
     """Run Megatron's pipeline schedule over `packs`. The last stage calls `consume(pack, values [N], entropy [N])` for each.
 
-    `values` are log-probabilities, or the scores of a reward model (see `build.HeadOutput`).
+    `values` are log-probabilities, or the scores of a reward model; other outputs follow (see `build.HeadOutput`).
     forward_only: `consume` returns anything. The results are returned in order; other stages return an empty list.
     Training: `consume` returns (loss to be summed, result). Gradients go to the model's buffers. They are summed over
     micro-batches, data-parallel and context-parallel ranks, and divided by nothing.
@@ -340,11 +379,10 @@ def forward_backward(
             labels=current.targets,
         )
 
-        def finish(output: tuple[Tensor, Tensor], non_loss_data: bool = False) -> Any:
+        def finish(output: Iterable[Tensor], non_loss_data: bool = False) -> Any:
             if (share := current.share) is not None:
                 group = parallel_state.get_context_parallel_group()
-                values, entropy = (gather_targets(part, share, group) for part in output)
-                output = values, entropy
+                output = [gather_targets(part, share, group) for part in output]
             result = consume(current, *output)
             if non_loss_data:
                 return result
@@ -386,14 +424,13 @@ LossFunction = Callable[[Any], tuple[Tensor, MetricSums]]  # its argument: the r
 class LossPass:
     """Forward and backward of one mini-batch. Gradients go to the model's buffers.
 
-    `inputs` makes the argument of `loss` from a pack's rows, log-probabilities and entropies.
+    `inputs` makes the argument of `loss` from a pack's rows, log-probabilities and entropies, with teachers also divergences
+    and agreements.
     `sums`: the metric sums of this rank. `logprobs`: for each pack, its rows and their log-probabilities [rows, R of the
     pack], on the device. Both are empty on other pipeline stages than the last.
     """
 
-    def __init__(
-        self, batch: Batch, loss: LossFunction, inputs: Callable[[Batch, list[int], Tensor, Tensor], Any]
-    ) -> None:
+    def __init__(self, batch: Batch, loss: LossFunction, inputs: Callable[..., Any]) -> None:
         self.batch, self.loss, self.inputs = batch, loss, inputs
         self.sums: MetricSums = {}
         self.logprobs: list[tuple[list[int], Tensor]] = []
@@ -415,13 +452,15 @@ class LossPass:
             out[rows, : part.shape[1]] = part.float().cpu()
         return out
 
-    def _consume(self, current: Pack, flat_logprobs: Tensor, flat_entropy: Tensor) -> tuple[Tensor, None]:
+    def _consume(
+        self, current: Pack, flat_logprobs: Tensor, flat_entropy: Tensor, *others: Tensor
+    ) -> tuple[Tensor, None]:
         if not current.rows:
             return flat_logprobs.sum() + flat_entropy.sum(), None  # zero, but connected to every parameter
         width = max(current.lengths)
-        logprobs, entropy = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy))
+        logprobs, *rest = (unpack(flat, current.lengths, width) for flat in (flat_logprobs, flat_entropy, *others))
         self.logprobs.append((current.rows, logprobs.detach()))
-        value, metrics = self.loss(self.inputs(self.batch, current.rows, logprobs, entropy))
+        value, metrics = self.loss(self.inputs(self.batch, current.rows, logprobs, *rest))
         for name, part in metrics.items():
             self.sums[name] = self.sums[name].plus(part) if name in self.sums else part
         return value, None
@@ -497,16 +536,24 @@ class ShardedModel:
 
     @torch.no_grad()
     def forward_batch(
-        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
+        self,
+        batch: Batch,
+        out: Tensor,
+        read: Callable[..., Tensor],
+        temperature: float | None = None,
+        **distribution: Any,
     ) -> Tensor:
         """Set each pack's rows of `out` [B, ...] to `read(pack, values)`. The same on every rank of the replica.
 
-        Runs the micro-batches of the batch, so that a later update computes the same numbers. Collective over the replica.
+        `distribution`: `top_k` and `num_ids` of a teacher (see `Targets`), whose distribution `read` gets, too. Runs the
+        micro-batches of the batch, so that a later update computes the same numbers. Collective over the replica.
         """
 
-        def consume(current: Pack, values: Tensor, entropy: Tensor) -> None:
+        def consume(current: Pack, values: Tensor, entropy: Tensor, *others: Tensor) -> None:
             if current.rows:
-                out[current.rows] = read(current, values).float().cpu()
+                out[current.rows] = read(current, values, *others).float().cpu()
+
+        batch = replace(batch, teacher=None)
 
         micro_batches = [rows for mini in batch.mini_batches for rows in mini]
         if not micro_batches:  # the batch is empty on every rank
@@ -514,6 +561,7 @@ class ShardedModel:
         if self.is_exact:  # they have one row each, for the gradients; several have the same bits
             batch, micro_batches = self._packed(batch, [row for rows in micro_batches for row in rows])
         packs = self.packs(batch, micro_batches, temperature)
+        packs = [replace(one, targets=replace(one.targets, **distribution)) for one in packs] if distribution else packs
         forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
         return self.from_last_stage(out)
 
@@ -602,3 +650,33 @@ class LanguageModel(ShardedModel):
             return unpack(values, current.lengths, width)
 
         return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature)
+
+    def distribution(
+        self, batch: Batch, top_k: int, num_ids: int, temperature: float | None = None
+    ) -> tuple[Float[Tensor, "B R"], list[Tensor]]:
+        """Returns `logprobs`, and a teacher's distribution of each row's response tokens on the host. Collective.
+
+        It is `vocab_parallel_top` [r, 2 top_k + 1] of ids below `num_ids`, the policy's vocabulary; for `top_k` 0 the final
+        hidden states [r, hidden size]. Other pipeline stages than the last get no distributions.
+        """
+        width, rows = batch.response_mask.shape[1], dict[int, Tensor]()
+
+        def read(current: Pack, values: Tensor, distribution: Tensor) -> Tensor:
+            rows.update(zip(current.rows, distribution.cpu().split(current.lengths), strict=True))
+            return unpack(values, current.lengths, width)
+
+        out = torch.zeros(len(batch), width)
+        logprobs = self.forward_batch(batch, out, read, temperature, top_k=top_k, num_ids=num_ids)
+        return logprobs, [rows[row].clone() for row in range(len(batch))] if rows else []
+
+    def teacher_head(self, folder: Path, arch: Architecture, dtype: torch.dtype) -> Tensor | None:
+        """Returns the rows of a teacher's output head for this rank's part of the vocabulary; None on other stages.
+
+        The teacher's vocabulary must not be smaller than the model's. Raises WeightsError.
+        """
+        if not self.mesh.is_last_stage:
+            return None
+        assert arch.vocab_size >= self.arch.vocab_size, "checks refuse it"
+        size = self.arch.padded_vocab_size(self.mesh.tp) // self.mesh.tp
+        first, end = (min(self.arch.vocab_size, size * (self.mesh.tp_rank + i)) for i in range(2))
+        return read_head_rows(folder, arch, first, end).to(self.device.torch_device, dtype)

@@ -27,7 +27,6 @@ from grpo_megatron.models.forward import (
     LossFunction,
     LossPass,
     MetricSums,
-    Pack,
     ShardedModel,
     loss_inputs,
 )
@@ -214,9 +213,9 @@ class Policy(LanguageModel):
         batch.route_counts = take_counts(self.routers)
         return loss_pass
 
-    def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor) -> Any:
-        """Returns the inputs of the loss on `rows`, from the model's `logprobs` and `entropy` [len(rows), R]."""
-        return loss_inputs(batch, rows, logprobs, entropy)
+    def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor, *teacher: Tensor) -> Any:
+        """Returns the inputs of the loss on `rows`, from the model's outputs [len(rows), R]."""
+        return loss_inputs(batch, rows, logprobs, entropy, *teacher)
 
     @torch.no_grad()
     def optim_step(self, allows: Callable[[float], bool] | None = None) -> float:
@@ -316,12 +315,10 @@ class FrozenModel(ShardedModel):
             if was_offloaded:
                 self._offload(unchanged=unchanged)
 
-    def forward_batch(
-        self, batch: Batch, out: Tensor, read: Callable[[Pack, Tensor], Tensor], temperature: float | None = None
-    ) -> Tensor:
+    def forward_batch(self, *arguments: Any, **options: Any) -> Tensor:
         """See ShardedModel."""
         with self.readable_weights():
-            return super().forward_batch(batch, out, read, temperature)
+            return super().forward_batch(*arguments, **options)
 
 
 class Reference(FrozenModel, LanguageModel):

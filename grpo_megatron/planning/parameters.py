@@ -408,7 +408,7 @@ def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> floa
 
 
 def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:
-    """Sizes what the output head (models/build.py) needs on the last stage: logits of a chunk, and its weight's gradient.
+    """Sizes what the output head (models/layers/head.py) needs on the last stage: logits of a chunk, and its weight's gradient.
 
     The forward pass has three float32 copies of a chunk's logits at a time; the backward pass has four and its result, or six
     with an entropy bonus. Triton's kernels on CUDA have one copy in the weight's type, so this is an upper bound there. A

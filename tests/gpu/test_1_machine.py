@@ -128,7 +128,7 @@ def test_output_head(record_figures: Record, dtype: torch.dtype, vocabulary: int
     """Log-probabilities, entropies and gradients by Triton's kernels beside torch on the same GPU."""
     needs_package("triton", "Triton")
     from grpo_megatron.device import Device
-    from grpo_megatron.models.build import vocab_parallel_logprobs
+    from grpo_megatron.models.layers.head import vocab_parallel_logprobs
 
     group, results = mesh_of(Device(KIND)).tp_group, []  # type: ignore[arg-type]
     figures: dict[str, Any] = {}
@@ -171,7 +171,7 @@ def test_output_head(record_figures: Record, dtype: torch.dtype, vocabulary: int
 
 def test_head_gradient_is_added_in_float32(record_figures: Record) -> None:
     """A product of bfloat16 to rows of a float32 sum. Rounded to bfloat16 first it would be off by 2**-9."""
-    from grpo_megatron.models.build import _add_weight_gradient
+    from grpo_megatron.models.layers.head import _add_weight_gradient
 
     total = torch.randn(1000, 896, device=KIND)
     grad, hidden = (torch.randn(2053, size, device=KIND).bfloat16() for size in (997, 896))

@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_megatron.models.build import vocab_parallel_logprobs
+from grpo_megatron.models.layers.head import vocab_parallel_logprobs
 from grpo_megatron.models.layers.spec import Kernels
 from tests import tiny, worlds
 from tests.models.policies import LAYOUTS, Layout, world

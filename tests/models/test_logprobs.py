@@ -40,7 +40,7 @@ def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str,
     import torch.distributed as dist
 
     from grpo_megatron.device import Device
-    from grpo_megatron.models.build import vocab_parallel_logprobs
+    from grpo_megatron.models.layers.head import vocab_parallel_logprobs
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=tp, pp=1, rollout_tp=1)
@@ -97,7 +97,7 @@ def cancelled() -> dict[bool, torch.Tensor]:
     The chunks' tokens are (a, b), (c, -a); (-b, d), (e, -e); (-c, -d), (f, -f), where -a has a's upstream gradients, negated.
     """
     from grpo_megatron.device import Device
-    from grpo_megatron.models.build import vocab_parallel_logprobs
+    from grpo_megatron.models.layers.head import vocab_parallel_logprobs
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=2, pp=1, rollout_tp=1)

@@ -553,7 +553,7 @@ def counted(chunks: int, *, is_fused: bool, has_entropy: bool) -> dict[str, Coun
 def head(hidden: Any, weight: Any, targets: Any, chunk: int, is_fused: bool) -> Any:
     import torch.distributed as dist
 
-    from grpo_megatron.models.build import vocab_parallel_logprobs
+    from grpo_megatron.models.layers.head import vocab_parallel_logprobs
 
     sizes = {"vocab_size": len(weight), "tp_rank": 0, "group": dist.group.WORLD, "chunk": chunk}
     return vocab_parallel_logprobs(hidden, weight, targets, is_fused=is_fused, **sizes)

@@ -290,7 +290,9 @@ class ValueModel(ScalarPolicy):
         """Does `Policy.update` on a batch with `values` and `returns`. `cliprange`: see `value_loss` in algo/ppo.py."""
         return self.update(batch, functools.partial(value_loss, cliprange=cliprange), epochs=epochs)
 
-    def loss_inputs(self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor) -> ValueInputs:
+    def loss_inputs(
+        self, batch: Batch, rows: list[int], values: Tensor, entropy: Tensor, *teacher: Tensor
+    ) -> ValueInputs:
         """Returns the inputs of the value loss on `rows`. `values` [len(rows), R] are the model's."""
         assert batch.values is not None and batch.returns is not None
         select = functools.partial(like_rows, rows, values)

@@ -1,4 +1,4 @@
-"""Triton's kernels of the output head on CUDA: one pass over a shard's logits forward, one backward (models/build.py).
+"""Triton's kernels of the output head on CUDA: one pass over a shard's logits forward, one backward (head.py).
 
 The logits stay in the type of the matrix product; the arithmetic is float32. Columns are in the shard's own numbering: a target
 outside [0, v) belongs to another rank. Imported on CUDA only, since Triton is no requirement on the CPU. The tests run the

@@ -209,6 +209,15 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
             set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
 
 
+def read_head_rows(folder: Path, arch: Architecture, first: int, end: int) -> Tensor:
+    """Reads rows [first, end) of a model's output head, which may be its embedding. Raises WeightsError."""
+    (name,) = model_rows(arch)[EMBEDDING if arch.tied else HEAD].hf
+    with SafetensorsFolder(folder) as files:
+        files.check_model(arch)
+        rows: Tensor = files.slice(name)[first:end]
+        return rows
+
+
 # -- writing a folder that transformers and vLLM load ------------------------------------------------------------------
 
 GENERATION_CONFIG, END_KEY = "generation_config.json", "eos_token_id"
