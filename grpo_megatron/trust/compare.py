@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from grpo_megatron.report.metrics import Array
-from grpo_megatron.report.run_folder import KeptSamples, RunFolder, read_metrics
+from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.trace_file import MEANS, NORMS, StepFile, TraceFolder, base_name, stage_of, stage_order
-from grpo_megatron.storage.run_files import rollout_file
 from grpo_megatron.sync.attest import FIRST
+from grpo_megatron.trust.values import row_values, weight_values
 
 GRADIENT = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
@@ -399,11 +398,27 @@ def _explain(result: Diff, sides: _Sides) -> None:
     if changed:
         result.cause += f"; what differs and may change results: {', '.join(changed[:6])}"
     result.independent = list(_independent(result, sides))
-    files = sides.files(first.step)
-    if first.kind == "row" and first.leaves and files[0] is not None:
-        row = int(first.leaves[0].name.removeprefix("row ").partition(":")[0])
-        prompt, index = files[0].rows[row]
-        result.texts = _texts(sides, first.step, files[0].uids[prompt], prompt, index)
+    result.texts = list(_values(first, sides))
+
+
+def _values(first: Parting, sides: _Sides) -> Iterator[str]:
+    """Yield both values of the first row or tensor where files hold them, and the layers whose tensors differ."""
+    runs, (file, other) = (sides.left.run, sides.right.run), sides.files(first.step)
+    if file is None or other is None or not first.leaves:
+        return
+    numbers, base = list(file.differing(other, first.stage)), base_name(first.stage)
+    if first.kind == "row":
+        prompt, index = file.rows[numbers[0]]
+        row = sum(sample >= 0 for _, sample in file.rows[: numbers[0]])  # of the table, which has no greedy responses
+        yield from row_values(runs, sides.rollouts, first.step, base, (file.uids[prompt], prompt, index), row)
+    elif first.kind == "tensor":
+        names = [sides.left.tensors[number] for number in numbers if number < len(sides.left.tensors)]
+        layers = sorted({int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name))})
+        if first.count > len(first.leaves):
+            yield f"in layers {', '.join(map(str, layers))}, and {sum('layers.' not in name for name in names)} tensors outside"
+        if base in ("weights", "engine weights"):
+            steps_done = first.step + int(base == "weights")
+            yield from weight_values(runs, steps_done, first.leaves[0].name)
 
 
 def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
@@ -422,38 +437,6 @@ def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
         if reached and (more := sorted(prompts - reached)):
             yield f"{stage} of {len(more)} other prompts, first {file.uids[more[0]]!r}"
         reached |= prompts
-
-
-def _texts(sides: _Sides, step: int, uid: str, group: int, index: int) -> list[str]:
-    """Return both values of a sample where dumps hold them, from the first token or character that differs."""
-    runs = zip((sides.left.run, sides.right.run), sides.rollouts, strict=True)
-    found = [_stored(run, folder, step, uid, group, index) for run, folder in runs]
-    if None in found or type(found[0]) is not type(found[1]):
-        return []
-    left, right = found
-    assert left is not None and right is not None
-    place = next(
-        (n for n, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
-    )
-    if place == len(left) == len(right):
-        return []
-    unit = "character" if isinstance(left, str) else "token"
-    return [
-        f"from {unit} {place}: {name} {side[place : place + 40]!r}" for name, side in (("left", left), ("right", right))
-    ]
-
-
-def _stored(run: Path, folder: str | None, step: int, uid: str, group: int, index: int) -> Any:
-    """Return the tokens of a sample with the engine's log-probabilities, or its text; None where no file has it."""
-    for kept in KeptSamples(run).steps:
-        for one in kept["groups"] if kept["step"] == step else ():
-            for sample in one["samples"] if one.get("uid") == uid else ():
-                if sample.get("index") == index and sample.get("drawn"):
-                    return [(piece[0], piece[1]) for piece in sample["pieces"]]
-    path = None if folder is None else rollout_file(Path(folder), step)
-    rows: Iterable[dict[str, Any]] = read_metrics(path) if path is not None and path.is_file() else ()
-    wanted = (row for row in rows if row.get("group") == group and row.get("index") == index)
-    return next((str(row.get("response", row.get("turns"))) for row in islice(wanted, 1)), None)
 
 
 # -- one run: the seams of its resumes ---------------------------------------------------------------------------------
