@@ -291,6 +291,9 @@ def soft_targets(batch: Batch, rows: list[int], share: TargetShare | None, devic
     divergence = Divergence(scores.kl, scores.beta)
     lengths = [len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows]
     chosen = torch.arange(sum(lengths)) if share is None else share.target_indices
+    for row, length in zip(rows, lengths, strict=True):
+        for part in (*scores.top[row : row + 1], *scores.states[row : row + 1]):
+            assert part is None or len(part) == length, f"a teacher scored {len(part)} tokens of a row of {length}"
     known = [part for part in scores.top if part is not None]
     if known:
         k = known[0].shape[1] // 2

@@ -1,16 +1,43 @@
-"""Divergences from teachers, forward, reverse and Jensen-Shannon, against the definitions on dense float64 distributions.
+"""Distillation: the definitions on dense float64 distributions against the output head, transformers against models.
 
 The head is float32. Values and gradients are those of float64 within 1e-6, as for log-probabilities (test_logprobs.py).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from grpo_megatron.algo.distillation import Divergence
+from grpo_megatron.algo.distillation import Divergence, with_teachers
+from grpo_megatron.config import ActorConfig
+from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.policy import Reference
+from grpo_megatron.training import correction
+from grpo_megatron.training.correction import build_loss
+from grpo_megatron.types import TeacherScores
+from tests import tiny
+from tests.models.policies import (
+    ENTROPY_COEF,
+    KL_COEF,
+    LAYOUTS,
+    Layout,
+    Tensors,
+    _NoFloat32,
+    build,
+    hand_built_loss,
+    local_batch,
+    named_gradients,
+    share,
+    whole,
+)
+from tests.models.test_layouts import near
 from tests.worlds import ranks
 
 KINDS = ("forward", "reverse", "jsd")
@@ -151,3 +178,188 @@ def test_the_policy_as_its_own_teacher_has_a_divergence_of_exactly_0(tp: int) ->
         for case, got in zip(CASES, results, strict=True):
             assert not any(got[name].any() for name in ("divergence", "hidden", "weight")), case
             assert (got["agreement"] == 1).all(), case
+
+
+# -- models of two teachers in the policy's layout, against transformers in float64 ------------------------------------
+# Rows have one of two teachers of other families and sizes, or none; the second reads a longer prompt.
+
+PAIRS = [
+    (prompt, response)
+    for (prompt, _), (_, response) in zip(tiny.make_sequences(2) * 3, tiny.make_sequences(6), strict=True)
+]
+TEACHER_OF = [0, 1, -1, 0, 1, 0]
+CONTEXT: list[list[int]] = [[], [3, 5, 7, 9]]
+TEMPERATURES = (0.7, 1.0, 1.3)
+Case = tuple[str, int, float, float]  # objective, k, temperature, discount
+OBJECTIVES: list[Case] = [  # each pair of objective, k and temperature
+    *((kind, k, TEMPERATURES[(i + j) % 3], 0.0) for i, kind in enumerate(KINDS) for j, k in enumerate((0, 1, 8))),
+    *(("sampled", 0, t, discount) for t, discount in zip(TEMPERATURES, (0.0, 0.5, 1.0), strict=True)),
+]
+ACTOR = {"use_kl_loss": True, "kl_loss_coef": KL_COEF, "kl_loss_type": "low_var_kl", "entropy_coeff": ENTROPY_COEF}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The policy and its teachers, the first of which has more rows of padding."""
+    root = tmp_path_factory.mktemp("models")
+    sizes: list[dict[str, Any]] = [{}, {"hidden_size": 192, "vocab_size": 111, "num_hidden_layers": 6}, {"seed": 2}]
+    names = ("qwen2", "qwen3", "llama3")
+    return [tiny.make_model(root / name, name, **changes) for name, changes in zip(names, sizes, strict=True)]
+
+
+def weights_of_teachers(batch: Any, rows: list[int]) -> torch.Tensor:
+    """Another weight in each row; of all tokens, so that micro-batches and ranks do not matter."""
+    number = sum(len(response) for _, response in PAIRS)
+    weights = torch.tensor([(TEACHER_OF[row] >= 0) * (0.5 + 0.1 * row) / number for row in rows])
+    return weights[:, None] * batch.loss_mask
+
+
+def scores_of(
+    policy: Any,
+    teachers: list[Any],
+    folders: list[Path],
+    batch: Any,
+    rows: list[int],
+    case: Case,
+    context: list[list[int]],
+) -> Any:
+    """The scores of `rows`, as a run computes them."""
+    kind, k, temperature, _ = case
+    scores = TeacherScores(
+        [TEACHER_OF[row] for row in rows], weights_of_teachers(batch, rows), torch.zeros(batch.loss_mask.shape)
+    )
+    distributions: list[Any] = [None] * len(rows)
+    for number, (teacher, folder) in enumerate(zip(teachers, folders, strict=True)):
+        local = [i for i, row in enumerate(rows) if TEACHER_OF[row] == number]
+        pairs = [(context[number] + PAIRS[rows[i]][0], PAIRS[rows[i]][1]) for i in local]
+        own = tiny.make_batch(pairs, [[list(range(len(local)))]] if local else [])
+        if kind == "sampled":
+            logprobs = teacher.logprobs(own, temperature)
+        else:
+            logprobs, parts = teacher.distribution(own, k, policy.arch.vocab_size, temperature)
+            for i, part in zip(local, parts, strict=False):
+                distributions[i] = part
+        scores.logprobs[local, : logprobs.shape[1]] = logprobs
+        scores.heads.append(policy.teacher_head(folder, teacher.arch, torch.float32))
+    if kind != "sampled" and policy.mesh.is_last_stage:
+        scores.kl, scores.beta = kind, BETA
+        scores.top, scores.states = ([], distributions) if k == 0 else (distributions, [])
+    return scores
+
+
+def permuted(scores: Any) -> None:
+    """The scores of another row of the teacher, cut or repeated to the row's length."""
+    scores.logprobs = scores.logprobs.roll(3, 0)
+    for parts in (scores.top, scores.states):
+        if parts:
+            length = len(parts[0])
+            parts[0] = parts[3][torch.arange(length) % len(parts[3])]
+
+
+FAULTS: dict[str, tuple[Case, Callable[[Any], None]]] = {
+    "the other direction": (("forward", 8, 1.3, 0.0), lambda scores: setattr(scores, "kl", "reverse")),
+    "the other mixture": (("jsd", 0, 1.3, 0.0), lambda scores: setattr(scores, "beta", 1 - scores.beta)),
+    "permuted best tokens": (("reverse", 8, 0.7, 0.0), permuted),
+    "permuted states": (("forward", 0, 0.7, 0.0), permuted),
+    "permuted scores": (("sampled", 0, 0.7, 0.0), permuted),
+    "a denominator per micro-batch": (("forward", 1, 1.0, 0.0), lambda scores: scores.weights.mul_(6)),
+    "teacher at another temperature": (("reverse", 1, 1.3, 0.0), lambda scores: None),
+    "stale prompt": (("sampled", 0, 1.3, 1.0), lambda scores: None),
+    "gradient through the policy's scores": (("sampled", 0, 1.0, 0.5), lambda scores: None),
+}
+
+
+def live(inputs: Any, names: Any, discount: float) -> Any:
+    """`with_teachers` as others had it: the log-probabilities of the difference are not detached."""
+    given, metrics = with_teachers(inputs, names, discount)
+    extra = inputs.logprobs - inputs.logprobs.detach()
+    return replace(given, advantages=given.advantages - 3 * extra * (inputs.teacher_weights != 0)), metrics
+
+
+@ranks()
+def gradients(
+    folders: list[Path], layout: Layout, micro: int, is_shared: bool, cases: list[tuple[Case, str]]
+) -> dict[tuple[Case, str], Tensors]:
+    """(case, fault) -> gradients as whole Hugging Face tensors."""
+    policy = build(folders[0], layout, megatron={"use_distributed_optimizer": False})
+    parts = policy.actor, policy.mesh, policy.device
+    teachers = [Reference.load(folder, "float32", read_architecture(folder), *parts) for folder in folders[1:]]
+    rows, results = share(len(PAIRS), policy.mesh.dp_rank, policy.mesh.dp), {}
+    for case, fault in cases:
+        batch = local_batch(PAIRS, policy.mesh, micro, masked=True)
+        batch.shares_prompts, policy.temperature = is_shared, case[2]
+        as_scored = (*case[:2], 1.0, case[3]) if fault == "teacher at another temperature" else case
+        context = [[], []] if fault == "stale prompt" else CONTEXT
+        batch.teacher = scores_of(policy, teachers, folders[1:], batch, rows, as_scored, context)
+        if fault:
+            FAULTS[fault][1](batch.teacher)
+        loss = build_loss(ActorConfig.model_validate(ACTOR), teachers=("a", "b"), discount=case[3])
+        is_live = fault == "gradient through the policy's scores"
+        with mock.patch.object(correction, "with_teachers", live if is_live else with_teachers):
+            policy.forward_backward(batch, batch.mini_batches[0], loss)
+        results[case, fault] = whole(policy, named_gradients(policy))
+    return results
+
+
+@pytest.fixture(scope="module")
+def wanted(folders: list[Path]) -> dict[Case, Tensors]:
+    """The gradients by transformers, from the definitions."""
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
+    batch, results = tiny.make_batch(PAIRS, [], masked=True), {}
+    weights = weights_of_teachers(batch, list(range(len(PAIRS))))
+    columns = (batch.old_logprobs, batch.ref_logprobs, batch.advantages, batch.token_weights, weights)
+    for case in OBJECTIVES:
+        for row, (prompt, response) in enumerate(PAIRS):
+            in_loss, number = batch.loss_mask[row].nonzero().squeeze(1), TEACHER_OF[row]
+            old, ref, advantages, w, w_teacher = (column[row][in_loss].double() for column in columns)
+            logp = dense(models[0], prompt, response, case[2])[in_loss]
+            targets = torch.tensor(response)[in_loss].unsqueeze(1)
+            logprobs, entropy = logp.gather(1, targets).squeeze(1), -(logp.exp() * logp).sum(1)
+            term = torch.zeros(())
+            if number >= 0:
+                with torch.no_grad():
+                    logq = dense(models[1 + number], CONTEXT[number] + prompt, response, case[2])[in_loss]
+                if case[0] == "sampled":
+                    d = (logq.gather(1, targets).squeeze(1) - old).tolist()
+                    sums = [sum(case[3] ** (s - t) * d[s] for s in range(t, len(d))) for t in range(len(d))]
+                    advantages = advantages + w_teacher / w * torch.tensor(sums, dtype=torch.float64)
+                else:
+                    term = (w_teacher * dense_divergence(case[0], logp, logq, case[1], 101)).sum()
+            ((w * hand_built_loss(logprobs, entropy, old, ref, advantages)).sum() + term).backward()
+        results[case] = {name: parameter.grad for name, parameter in models[0].named_parameters()}
+        models[0].zero_grad(set_to_none=True)
+    return results  # type: ignore[return-value]
+
+
+def dense(model: Any, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    with _NoFloat32():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro", "is_shared"),
+    [
+        ("1", 1, False),
+        ("1", 6, True),
+        ("DP2", 2, False),
+        ("TP2xPP2+SP", 3, True),
+        *(pytest.param(name, 2, False, marks=pytest.mark.soak) for name in ("TP2", "TP2+SP", "PP2", "DP2xTP2", "TP4")),
+    ],
+)
+def test_gradients_equal_transformers(
+    folders: list[Path], wanted: dict[Case, Tensors], layout: str, micro: int, is_shared: bool
+) -> None:
+    parts = {"folders": folders, "layout": LAYOUTS[layout], "micro": micro, "is_shared": is_shared}
+    for results in gradients(LAYOUTS[layout].world, cases=[(case, "") for case in OBJECTIVES], **parts):
+        for (case, _), got in results.items():
+            near(got, wanted[case])
+
+
+def test_faults_of_other_trainers_are_noticed(folders: list[Path], wanted: dict[Case, Tensors]) -> None:
+    """Swapped KL directions, scores at another temperature or of another prompt or row, denominators, gradients."""
+    cases = [(case, fault) for fault, (case, _) in FAULTS.items()]
+    [results] = gradients(1, folders=folders, layout=LAYOUTS["1"], micro=6, is_shared=False, cases=cases)
+    for (case, fault), got in results.items():
+        worst = max((got[name] - part).abs().max().item() for name, part in wanted[case].items())
+        assert worst > 1e-4, f"{fault}: {worst}"  # a hundred times the bound
