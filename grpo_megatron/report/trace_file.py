@@ -93,14 +93,15 @@ def stage_order(name: str) -> tuple[int, int, int]:
 
 
 def tree_levels(leaves: Array) -> list[Array]:
-    """Return the levels of the tree over `leaves`, uint64 [n]: the leaves first, the root last, uint64 [1]."""
+    """Return the levels of the trees over `leaves`, uint64 [..., n]: the leaves first, the root last, uint64 [..., 1]."""
     levels = [leaves]
-    while len(levels[-1]) != 1:
+    while levels[-1].shape[-1] != 1:
         below = levels[-1]
-        count = max(1, -(-len(below) // FAN))
-        padded = np.zeros(count * FAN, dtype=np.uint64)
-        padded[: len(below)] = _mixed(below + np.uint64(len(levels)))
-        levels.append((padded.reshape(count, FAN) * _mixed(np.arange(1, FAN + 1, dtype=np.uint64))).sum(1))
+        count = max(1, -(-below.shape[-1] // FAN))
+        padded = np.zeros((*below.shape[:-1], count * FAN), dtype=np.uint64)
+        padded[..., : below.shape[-1]] = _mixed(below + np.uint64(len(levels)))
+        factors = _mixed(np.arange(1, FAN + 1, dtype=np.uint64))
+        levels.append((padded.reshape(*below.shape[:-1], count, FAN) * factors).sum(-1))
     return levels
 
 
@@ -140,9 +141,13 @@ def step_content(
     step: int, stages: Mapping[str, Leaves], rows: Array, uids: Sequence[str]
 ) -> tuple[bytes, dict[str, str]]:
     """Make a step's file, and its roots. `rows`: int64 [rows, 2], prompt and sample; `uids`: of the prompts."""
-    parts, sizes, roots = [rows.astype("<i8").tobytes()], [], {}
+    parts, sizes, roots, trees = [rows.astype("<i8").tobytes()], [], {}, dict[str, list[Array]]()
+    for count in {len(leaves.digests) for leaves in stages.values()}:  # equally large trees are made together
+        names = [name for name, leaves in stages.items() if len(leaves.digests) == count]
+        together = tree_levels(np.stack([stages[name].digests for name in names]))
+        trees |= {name: [level[number] for level in together] for number, name in enumerate(names)}
     for name, leaves in stages.items():
-        levels = tree_levels(leaves.digests)
+        levels = trees[name]
         roots[name] = f"{int(levels[-1][0]):016x}"
         numbers = leaves.numbers.astype("<f4").tobytes()
         sizes.append([name, len(leaves.digests)])

@@ -46,25 +46,24 @@ def slice_digest(values: Tensor, tensor: SyncTensor, start: int) -> Tensor:
 
 @torch.no_grad()
 def ragged_digests(values: Tensor, lengths: Tensor, numbers: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Digest rows of different lengths, which stand one after the other in `values`, int64 [N]. int64 [rows].
+    """Digest rows of different lengths, which stand one after the other in `values`, int64 [..., N]. int64 [..., rows].
 
         digest(row) = (length + 1) * a[0] + sum over t of  b[t] * value[t]   mod 2^64
 
-    Also returns the mean and the projection (see `group_magnitudes`) of each row of `numbers`, [N]. float64 [rows, 2].
+    Also returns the mean and the projection (see `group_magnitudes`) of each row of `numbers`, [..., N]. float64 [..., rows, 2].
     """
     ends, device = lengths.cumsum(0), values.device
     begins = ends - lengths
-    places = torch.arange(len(values), device=device) - begins.repeat_interleave(lengths)
+    places = torch.arange(values.shape[-1], device=device) - begins.repeat_interleave(lengths)
     factors = _numbers(_WORDS, 0, int(lengths.max()) if len(lengths) else 0, device)[places]
-    sums = torch.nn.functional.pad((values * factors).cumsum(0), (1, 0))
-    digests = sums[ends] - sums[begins] + (lengths + 1) * _numbers(_ROWS, 0, 1, device)
+    sums = torch.nn.functional.pad((values * factors).cumsum(-1), (1, 0))
+    digests = sums[..., ends] - sums[..., begins] + (lengths + 1) * _numbers(_ROWS, 0, 1, device)
     if numbers is None:
-        return digests, torch.empty(len(lengths), 0)
+        return digests, torch.empty(*digests.shape, 0)
     numbers = numbers.double()
-    both = torch.nn.functional.pad(torch.stack([numbers, numbers * (1 - (factors & 2))]).cumsum(1), (1, 0))
-    columns = (both[:, ends] - both[:, begins]).T
-    columns[:, 0] /= lengths.clamp(min=1)
-    return digests, columns
+    both = torch.nn.functional.pad(torch.stack([numbers, numbers * (1 - (factors & 2))]).cumsum(-1), (1, 0))
+    means, projections = both[..., ends] - both[..., begins]
+    return digests, torch.stack([means / lengths.clamp(min=1), projections], -1)
 
 
 def group_magnitudes(group: Tensor, tensor: SyncTensor, start: int) -> tuple[Tensor, Tensor]:
@@ -73,14 +72,15 @@ def group_magnitudes(group: Tensor, tensor: SyncTensor, start: int) -> tuple[Ten
         projection = sum over r and c of  u[r] * v[c] * value[r, c],  with pseudo-random signs u and v
 
     The projection of a difference D of two tensors has the mean square |D|^2, so two projections estimate how far two tensors
-    are from each other (Johnson and Lindenstrauss 1984).
+    are from each other (Johnson and Lindenstrauss 1984). On CPU torch.mv takes a quarter of the time of a batched product.
     """
     is_matrix = group.dim() > 2
     values = (group.flatten(2) if is_matrix else group[:, None]).float()
     row, column = (start, 0) if is_matrix and tensor.axis == 0 else (0, start)
     u = _signs(_ROWS, row, row + values.shape[1], values.device)
     v = _signs(_WORDS, column, column + values.shape[2], values.device)
-    return torch.linalg.vector_norm(values, dim=(1, 2)), values @ v @ u
+    products = torch.stack([torch.mv(matrix, v) for matrix in values]) if values.device.type == "cpu" else values @ v
+    return torch.linalg.vector_norm(values, dim=(1, 2)), products @ u
 
 
 @functools.lru_cache(maxsize=4096)

@@ -89,21 +89,24 @@ def _floats(flat: Tensor, lengths: Tensor) -> tuple[Array, Array]:
 def sample_columns(samples: Sequence[Sample]) -> Columns:
     """Compute the stages of the samples that an engine replica has made."""
     reward, lengths = [sample.reward for sample in samples], [len(sample.response_ids) for sample in samples]
-    columns: Columns = {"prompts": _plain(_ragged([s.prompt.prompt_ids for s in samples]))}
+    prompts = {id(s.prompt.prompt_ids): s.prompt.prompt_ids for s in samples}  # a group has one
+    digests = dict(zip(prompts, _ragged(list(prompts.values())), strict=True))
+    columns: Columns = {"prompts": _plain([digests[id(s.prompt.prompt_ids)] for s in samples])}
     if any(sample.prompt.images for sample in samples):
         columns["images"] = _texts("".join(f"{i.digest} {i.size} {i.first}" for i in s.prompt.images) for s in samples)
     if any(sample.seed is not None for sample in samples):
         columns["seeds"] = _plain([-1 if s.seed is None else s.seed for s in samples])
     columns["sampled by"] = _texts(f"{s.version} {s.weights_digest} {s.segments}" for s in samples)
     ends, _ = _texts(f"{s.finish_reason} {s.status}" for s in samples)
-    masks = _flat((s.loss_mask for s in samples), bool)
     counts = [sum(s.loss_mask) for s in samples]
     is_masked = counts != lengths
     spans = [s.loss_mask if count < len(s.loss_mask) else () for s, count in zip(samples, counts, strict=True)]
     columns["responses"] = _plain(_ragged([s.response_ids for s in samples]) + 3 * _ragged(spans) + ends, lengths)
     logprobs = _flat((s.rollout_logprobs for s in samples), np.float32)
-    if len(logprobs) == len(masks):
-        columns["engine log-probabilities"] = _floats(logprobs[masks] if is_masked else logprobs, torch.tensor(counts))
+    if len(logprobs) == sum(map(len, (s.loss_mask for s in samples))):
+        if is_masked:
+            logprobs = logprobs[_flat((s.loss_mask for s in samples), bool)]
+        columns["engine log-probabilities"] = _floats(logprobs, torch.tensor(counts))
     if any(sample.routes is not None for sample in samples):
         routes = (None if s.routes is None else np.ascontiguousarray(s.routes).tobytes() for s in samples)
         columns["routes"] = _plain([0 if one is None else _digest(one) for one in routes])
@@ -117,16 +120,19 @@ def sample_columns(samples: Sequence[Sample]) -> Columns:
 
 def batch_columns(batch: Batch) -> Columns:
     """Compute the stages of a data-parallel rank's rows."""
-    masked = {
-        "old log-probabilities": (batch.old_logprobs, batch.loss_mask),
-        "reference log-probabilities": (batch.ref_logprobs, batch.loss_mask),
-        "values": (batch.values, batch.response_mask),
-        "corrections": (batch.correction, batch.loss_mask),
-        "advantages": (batch.advantages, batch.response_mask),
-        "token weights": (batch.token_weights, batch.response_mask),
+    of_loss = {
+        "old log-probabilities": batch.old_logprobs,
+        "reference log-probabilities": batch.ref_logprobs,
+        "corrections": batch.correction,
     }
-    lengths = {id(mask): mask.sum(1) for _, mask in masked.values()}
-    return {n: _floats(tensor[mask], lengths[id(mask)]) for n, (tensor, mask) in masked.items() if tensor is not None}
+    of_response = {"values": batch.values, "advantages": batch.advantages, "token weights": batch.token_weights}
+    columns: Columns = {}
+    for mask, stages in ((batch.loss_mask, of_loss), (batch.response_mask, of_response)):
+        rows = {name: tensor[mask].float() for name, tensor in stages.items() if tensor is not None}
+        if rows:
+            digests, numbers = _floats(torch.stack([*rows.values()]), mask.sum(1))
+            columns |= {name: (digests[number], numbers[number]) for number, name in enumerate(rows)}
+    return columns
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
