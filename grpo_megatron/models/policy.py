@@ -147,10 +147,12 @@ class Policy(LanguageModel):
 
     @contextlib.contextmanager
     def readable_weights(self) -> Iterator[None]:
-        """Gathers updated weights, which `overlap_param_gather` would do in the next forward pass."""
+        """Gathers updated weights, which `overlap_param_gather` would do in the next forward pass; once after an update."""
         if self.actor.megatron.overlap_param_gather:
             with self.device.megatron():
-                self.ddp.start_param_sync(force_sync=True)
+                for group in (*self.ddp.bucket_groups, *self.ddp.expert_parallel_bucket_groups):
+                    if not group.param_gather_dispatched or group.param_gather_handle is not None:
+                        group.start_param_sync(force_sync=True)
         yield
 
     # -- updates -------------------------------------------------------------------------------------------------------

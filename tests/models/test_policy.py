@@ -49,6 +49,14 @@ def trained(folder: Path, layout: Layout, megatron: dict[str, Any], dtype: str =
     batch = local_batch(tiny.make_sequences(6), policy.mesh)
     for _ in range(2):
         policy.update(batch, loss)
+    groups, sent = [*policy.ddp.bucket_groups], []
+    for group in groups:
+        send = group.start_param_sync
+        group.start_param_sync = lambda send=send, **options: (sent.append(options), send(**options))
+    for _ in range(2):  # a reader and the next one: weights are gathered once after an update
+        with policy.readable_weights():
+            pass
+    assert len(sent) == (len(groups) if policy.actor.megatron.overlap_param_gather else 0)
     return stream(policy)
 
 
