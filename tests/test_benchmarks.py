@@ -127,6 +127,7 @@ rollout --workload 0.4M --repeats 1
 update --workload 0.4M --repeats 1
 transformers --workload 0.4M --repeats 1
 exact --workload 0.4M --repeats 1
+distill --workload 0.4M --repeats 1
 """
 
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from grpo_megatron.algo.distillation import Divergence, with_teachers
@@ -178,6 +179,51 @@ def test_the_policy_as_its_own_teacher_has_a_divergence_of_exactly_0(tp: int) ->
         for case, got in zip(CASES, results, strict=True):
             assert not any(got[name].any() for name in ("divergence", "hidden", "weight")), case
             assert (got["agreement"] == 1).all(), case
+
+
+class Largest(TorchDispatchMode):
+    """Records the largest tensor that an operation makes."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else [result]:
+            self.numel = max(self.numel, part.numel() if isinstance(part, torch.Tensor) else 0)
+        return result
+
+
+@ranks(1)
+def largest_tensors(tokens: int, vocabulary: int, chunk: int) -> dict[int, int]:
+    """k -> numbers of the largest tensor of scoring, forward and backward."""
+    import torch.distributed as dist
+
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.layers import divergence as head
+    from grpo_megatron.parallel.mesh import build_mesh
+
+    build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
+    results = {}
+    for k in (0, 8):
+        states, weight = torch.randn(tokens, 4), torch.randn(vocabulary, 4, requires_grad=True)
+        sizes: dict[str, Any] = {"vocab_size": vocabulary, "tp_rank": 0, "group": dist.group.WORLD, "chunk": chunk}
+        targets = torch.arange(tokens)
+        with Largest() as largest:
+            if k:
+                top = head.vocab_parallel_top(states, weight.detach(), targets, k, vocabulary, **sizes)[2]
+                soft = head.SoftTargets(Divergence("jsd"), top=top)
+            else:
+                of_teacher = head.TeacherStates(0, tokens, states, weight.detach())
+                soft = head.SoftTargets(Divergence("jsd"), states=[of_teacher])
+            _, _, values, _ = head.vocab_parallel_divergence(states, weight, targets, soft, **sizes)
+            values.sum().backward()
+        results[k] = largest.numel
+    return results
+
+
+def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
+    [numels] = largest_tensors(tokens=64, vocabulary=500, chunk=8)
+    assert set(numels.values()) == {8 * 500}
 
 
 # -- models of two teachers in the policy's layout, against transformers in float64 ------------------------------------

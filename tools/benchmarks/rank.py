@@ -1,6 +1,6 @@
-"""`tools.benchmarks rollout | update | transformers | exact`: parts of a step beside the libraries under them, on one CPU rank.
+"""`tools.benchmarks rollout | update | transformers | exact | distill`: parts of a step beside the libraries below.
 
-Both ways of a pair take turns on the same data; medians and processor seconds are printed.
+All run on one CPU rank. Both ways of a pair take turns on the same data; medians and processor seconds are printed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,5 +288,54 @@ def transformers(folder: Path, workload: Workload, mesh: Any) -> Ways:
     return {"transformers: forward, backward, AdamW": plain, "the policy's update": whole}
 
 
-measure_rollout, measure_exact = benchmark(rollout), benchmark(exact)
+def distill(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
+    """A teacher of twice the student's width and depth: its scores beside one forward pass, and the student's update."""
+    import torch
+
+    from grpo_megatron.device import Device
+    from grpo_megatron.models.families import read_architecture
+    from grpo_megatron.models.forward import forward_backward
+    from grpo_megatron.models.policy import Reference
+    from grpo_megatron.training.correction import build_loss
+    from grpo_megatron.types import TeacherScores
+
+    policy, _, batch, _ = _training(folder, replace(workload, prompts=2), mesh)
+    sizes = {name: 2 * getattr(workload, name) for name in ("layers", "hidden", "intermediate", "heads", "groups")}
+    big = folder.with_name("teacher")
+    write_model(big, replace(workload, **sizes))  # type: ignore[arg-type]
+    actor, arch = policy.actor, read_architecture(big)
+    teacher = Reference.load(big, "float32", arch, actor, mesh, Device("cpu"))
+    packs = teacher.packs(batch, batch.mini_batches[0])
+    loss = build_loss(actor, teachers=("teacher",))
+
+    def plain() -> None:
+        with torch.no_grad():
+            forward_backward(teacher.model, packs, lambda *_: None, device=teacher.device, forward_only=True)
+
+    def update(scores: TeacherScores | None) -> None:
+        batch.old_logprobs, batch.teacher = None, scores
+        policy.update(batch, loss)
+
+    count, weights, vocabulary = len(batch), batch.token_weights, policy.arch.vocab_size
+    logprobs, top = teacher.distribution(batch, 64, vocabulary)
+    _, states = teacher.distribution(batch, 0, vocabulary)
+    head = policy.teacher_head(big, arch, torch.float32)
+    sampled = TeacherScores([0] * count, weights, logprobs)
+    full = replace(sampled, kl="reverse", states=list(states), heads=[head])
+    scoring: Ways = {
+        "one forward pass of the teacher": plain,
+        "scores, sampled": lambda: teacher.logprobs(batch),
+        "scores, top_k 64": lambda: teacher.distribution(batch, 64, vocabulary),
+        "scores, full vocabulary": lambda: teacher.distribution(batch, 0, vocabulary),
+    }
+    updates: Ways = {
+        "update without a teacher": lambda: update(None),
+        "update, sampled": lambda: update(sampled),
+        "update, top_k 64": lambda: update(replace(sampled, kl="reverse", top=list(top))),
+        "update, full vocabulary": lambda: update(full),
+    }
+    return [scoring, updates]
+
+
+measure_rollout, measure_exact, measure_distill = benchmark(rollout), benchmark(exact), benchmark(distill)
 measure_update, measure_transformers = benchmark(update), benchmark(transformers)
