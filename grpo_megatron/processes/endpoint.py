@@ -66,11 +66,19 @@ def key_of(variable: str | None, name: str) -> str | None:
 
 
 def post_json(
-    url: str, body: bytes, headers: Mapping[str, str], retries: int, deadline_s: float, key: str | None = None
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    retries: int,
+    deadline_s: float,
+    key: str | None = None,
+    *,
+    limit: int = MAX_RESPONSE,
 ) -> ServiceReply:
     """Sends `body`, which is JSON, and returns the reply. Raises EndpointError after `retries` + 1 attempts or `deadline_s`.
 
-    `key` is sent as a bearer token. It is *** in the reply and in messages, which are stored with samples.
+    `key` is sent as a bearer token. It is *** in the reply and in messages, which are stored with samples. `limit`: bytes of
+    the reply.
     """
     headers = {"Content-Type": "application/json", "Connection": "close", **headers}
     if key is not None:
@@ -83,7 +91,7 @@ def post_json(
             raise EndpointTimeout(f"no answer within {deadline_s:g} s ({problem})", reason)
         time.sleep(pause)
         try:
-            status, received, data = _attempt(url, body, headers, max(end - time.monotonic(), 1e-3))
+            status, received, data = _attempt(url, body, headers, max(end - time.monotonic(), 1e-3), limit)
         except (OSError, HTTPException) as error:
             problem, reason, least_pause = f"{type(error).__name__}: {error}".replace(key or "\0", "***"), "", 0.0
             continue
@@ -98,7 +106,9 @@ def post_json(
     raise EndpointError(f"the service does not answer after {attempt + 1} attempts: {problem}", reason)
 
 
-def _attempt(url: str, body: bytes, headers: Mapping[str, str], seconds: float) -> tuple[int, Message, bytes]:
+def _attempt(
+    url: str, body: bytes, headers: Mapping[str, str], seconds: float, limit: int
+) -> tuple[int, Message, bytes]:
     """Returns status, headers and data. A socket's time limit is for each read; the timer ends headers and bodies that drip."""
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -120,7 +130,7 @@ def _attempt(url: str, body: bytes, headers: Mapping[str, str], seconds: float) 
             "POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), body, dict(headers)
         )
         response = connection.getresponse()
-        data = response.read(MAX_RESPONSE + 1)
+        data = response.read(limit + 1)
     except (OSError, HTTPException):
         if not is_late.is_set():
             raise
@@ -129,6 +139,6 @@ def _attempt(url: str, body: bytes, headers: Mapping[str, str], seconds: float) 
         connection.close()
     if is_late.is_set():
         raise TimeoutError("the response took too long")
-    if len(data) > MAX_RESPONSE:
-        raise EndpointError(f"the response has more than {MAX_RESPONSE} bytes")
+    if len(data) > limit:
+        raise EndpointError(f"the response has more than {limit} bytes")
     return response.status, response.headers, data
