@@ -403,14 +403,7 @@ class Run:
     def _step(self) -> float:
         """Make the optimizer step if the guards allow it. Returns the gradient's norm, or infinity."""
         assert self._last_pass is not None
-        guard = partial(self.guards, *self._last_pass)
-
-        def allows(norm: float) -> bool:
-            if self.trace is not None:
-                self.trace.gradients(norm)
-            return guard(norm)
-
-        norm = self.policy.optim_step(allows)
+        norm = self.policy.optim_step(partial(self.guards, *self._last_pass))
         self._last_pass, self._has_stepped = None, True
         return norm
 

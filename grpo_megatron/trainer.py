@@ -53,7 +53,7 @@ class Trainer:
             if profiled is not None:
                 self.profiler = Profiler(profiled, self.metrics, run.mesh, self.output_dir, run.sinks.note)
             if run.config.trainer.trace != "off":
-                parts = (run.effective, run.policy, run.placement.provenance, run.inputs, run.first_step)
+                parts = (run.effective, run.policy, run.placement.provenance, run.inputs, run.first_step, run.trained)
                 run.trace = opened.enter_context(contextlib.closing(Trace(*parts)))
             if run.resumed.get("collector"):
                 self.collector.load_state(run.resumed["collector"])

@@ -89,6 +89,9 @@ class Policy(LanguageModel):
         self._lr_scheduler: OptimizerParamScheduler | None = None
         self._offloaded = OffloadedTensors(device)
         self._period = 1
+        self.on_gradients: Callable[[float], None] | None = (
+            None  # called before each optimizer step, with the gradient's norm
+        )
 
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
@@ -229,6 +232,8 @@ class Policy(LanguageModel):
         with self.device.megatron(), order_free_norm() if self.is_exact else contextlib.nullcontext():
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
+            if self.on_gradients is not None:
+                self.on_gradients(norm)
             if allows(norm) if allows is not None else all(self.mesh.all_gather(math.isfinite(norm))):
                 self.lr_scheduler.step(1)
                 self.optimizer.step()

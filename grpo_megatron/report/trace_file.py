@@ -45,6 +45,15 @@ MEANS = (
     "projection",
 )  # of a row's tokens; of two rows, |difference of projections|^2 is near the squared distance
 NORMS = ("norm", "projection")  # of a tensor, likewise
+BESIDE = ("critic ", "reward model ")  # before the names of stages of models that are trained beside the policy
+
+
+def _of_update(prefix: str = "") -> dict[str, Stage]:
+    """Return the stages of a model's update. Gradients and norms have the number of the step's optimizer step: "gradients 0"."""
+    norms = {f"{prefix}gradients": Stage("tensor", NORMS), f"{prefix}gradient norm": Stage("step", ("norm",))}
+    return {**norms, f"{prefix}weights": Stage("tensor", NORMS)}
+
+
 STAGES = {  # in the order in which a step computes them
     "prompts": Stage("row"),
     "images": Stage("row"),
@@ -63,9 +72,10 @@ STAGES = {  # in the order in which a step computes them
     "corrections": Stage("row", MEANS),
     "advantages": Stage("row", MEANS),
     "token weights": Stage("row", MEANS),
-    "gradients": Stage("tensor", NORMS),  # of optimizer step u of the step: "gradients 0", "gradients 1", ...
-    "gradient norm": Stage("step", ("norm",)),
-    "weights": Stage("tensor", NORMS),  # after the step
+    "returns": Stage("row", MEANS),
+    **_of_update("critic "),
+    **_of_update(),
+    **_of_update("reward model "),
     "random state": Stage("rank"),
 }
 
@@ -85,7 +95,7 @@ def stage_order(name: str) -> tuple[int, int, int]:
     base = base_name(name)
     number = name.removeprefix(base).strip()
     place = list(STAGES).index(base)
-    first = list(STAGES).index("gradients")
+    first = list(STAGES).index(base.replace("gradient norm", "gradients"))
     return (place, 0, 0) if not number else (first, int(number), place)
 
 
@@ -184,6 +194,9 @@ class StepFile:
                 raise
             raise StorageError(f"{path} is no file of a trace: {type(error).__name__}: {error}") from error
 
+    def __contains__(self, stage: str) -> bool:
+        return stage in self._sizes
+
     def count(self, stage: str) -> int:
         """Return the number of leaves."""
         return self._sizes[stage][0]
@@ -268,10 +281,11 @@ class TraceFolder:
                 " both with one version, or compare their metrics with `report`"
             )
 
-    @property
-    def tensors(self) -> list[str]:
-        """The names of the tensors, in the model's order."""
-        return list(self.facts[max(self.facts)]["tensors"])
+    def tensors(self, stage: str) -> list[str]:
+        """List the names of a stage's tensors, in the model's order."""
+        facts = self.facts[max(self.facts)]
+        beside = facts.get("beside", {})
+        return next((names for prefix, names in beside.items() if stage.startswith(prefix)), facts["tensors"])
 
     def facts_at(self, step: int) -> dict[str, Any]:
         """Return the facts of the start that made the step."""

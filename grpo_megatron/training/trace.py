@@ -6,6 +6,7 @@ where their shards are, by the sums of sync/digest.py, which do not depend on th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -36,6 +37,7 @@ from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.sync.attest import Provenance
 from grpo_megatron.sync.digest import DigestSlice, group_digests, group_magnitudes, grouped_values, ragged_digests
 from grpo_megatron.sync.plan import Shard, SyncParameter, SyncTensor
+from grpo_megatron.training.checkpoint import TrainedModel
 from grpo_megatron.types import Batch, Sample
 
 Columns = dict[str, tuple[Array, Array]]  # stage -> int64 [rows], float32 [rows, numbers of the stage]
@@ -126,6 +128,7 @@ def batch_columns(batch: Batch) -> Columns:
         "corrections": batch.correction,
     }
     of_response = {"values": batch.values, "advantages": batch.advantages, "token weights": batch.token_weights}
+    of_response["returns"] = batch.returns
     columns: Columns = {}
     for mask, stages in ((batch.loss_mask, of_loss), (batch.response_mask, of_response)):
         rows = {name: tensor[mask].float() for name, tensor in stages.items() if tensor is not None}
@@ -228,60 +231,92 @@ class TracedTensors:
 
 
 class Trace:
-    """The trace of a run: call `gradients` before each optimizer step, and `write` after each step; on every rank."""
+    """The trace of a run: call `write` after each step, on every rank. Models call it back before their optimizer steps.
+
+    `beside`: models that are trained beside the policy. Their weights are digested when they were in use, since they may be
+    on the host later. `provenance` None: there is no engine.
+    """
 
     def __init__(
-        self, config: Config, policy: Policy, provenance: Provenance, inputs: InputDigests | None, first_step: int
+        self,
+        config: Config,
+        policy: Policy,
+        provenance: Provenance | None,
+        inputs: InputDigests | None,
+        first_step: int,
+        beside: Sequence[TrainedModel] = (),
     ) -> None:
         trainer = config.trainer
         self.is_full, self.keep, self.mesh = trainer.trace == "full", trainer.trace_keep, policy.mesh
         self.policy, self.provenance, self.inputs = policy, provenance, inputs
         self.tensors = TracedTensors(policy)
-        self._tables: list[tuple[Tensor, Tensor]] = []  # of the step's gradients
-        self._norms: list[float] = []
+        self._beside = {f"{one.folder_name.replace('_', ' ')} ": one.model for one in beside}
+        self._models = {"": self.tensors, **{prefix: TracedTensors(model) for prefix, model in self._beside.items()}}
+        self._begin_step()
         self._folder = trainer.output_dir / TRACE_FOLDER
         self._sink: JsonlSink | None = None
         state = self._state() if first_step else {}
         facts = run_facts(config, policy, self.tensors.names) | {"state": state}
+        facts["beside"] = {prefix: self._models[prefix].names for prefix in self._beside}
         on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts))
+        policy.on_gradients = lambda norm: self.gradients(norm)
+        for prefix, model in self._beside.items():
+            model.on_gradients = functools.partial(self.gradients, prefix=prefix)
+            model.on_use = functools.partial(self._used, prefix)
 
     def _open(self, first_step: int, facts: dict[str, Any]) -> None:
-        self._folder.mkdir(exist_ok=True)
+        self._folder.mkdir(exist_ok=True, parents=True)
         self._sink = JsonlSink(self._folder / STEPS_FILE, first_step)
         for path in self._folder.glob("step_*.bin"):
             if int(path.stem.removeprefix("step_")) >= first_step:
                 path.unlink()
         self._sink.append(first_step, {"facts": facts})
 
+    def _begin_step(self) -> None:
+        self._tables: dict[str, list[tuple[Tensor, Tensor]]] = {prefix: [] for prefix in self._models}  # of gradients
+        self._norms: dict[str, list[float]] = {prefix: [] for prefix in self._models}
+        self._weights: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
+        """Compute the root of a model's tensors. Collective."""
+        with self._beside[prefix].in_use() if prefix else contextlib.nullcontext():
+            return root(_summed([read(self._models[prefix])])[0][0])
+
+    def _optimizers(self) -> str:
+        return " ".join(self._root(prefix, TracedTensors.optimizer) for prefix in self._models)
+
     def _state(self) -> dict[str, str]:
         """Compute the roots of what a checkpoint restores. Collective."""
-        tables = [self.tensors.weights(), self.tensors.optimizer()]
-        weights, optimizer = _summed(tables)[0]
         states = self.mesh.all_gather(_digest(random_state(self.policy)))
         return {
-            "weights": root(weights),
-            "optimizer": root(optimizer),
+            **{f"{prefix}weights": self._root(prefix, TracedTensors.weights) for prefix in self._models},
+            "optimizer": self._optimizers(),
             "random state": root(np.array(states, dtype=np.int64).view(np.uint64)),
         }
 
     def saved(self, steps_done: int) -> None:
-        """Write the root of the optimizer's state in a checkpoint, for a resume to be compared with. Collective."""
-        optimizer = root(_summed([self.tensors.optimizer()])[0][0])
+        """Write the roots of the optimizers' states in a checkpoint, for a resume to be compared with. Collective."""
+        optimizers = self._optimizers()
         if self._sink is not None:
-            self._sink.append(steps_done - 1, {"saved": optimizer})
+            self._sink.append(steps_done - 1, {"saved": optimizers})
 
-    def gradients(self, norm: float) -> None:
+    def gradients(self, norm: float, prefix: str = "") -> None:
         """Digest the gradients of the optimizer step that comes next, whose norm before clipping is `norm`."""
+        self._norms[prefix].append(norm)
         if self.is_full:
-            self._tables.append(self.tensors.gradients())
-            self._norms.append(norm)
+            self._tables[prefix].append(self._models[prefix].gradients())
+
+    def _used(self, prefix: str) -> None:
+        if self._norms[prefix]:
+            self._weights[prefix] = self._models[prefix].weights()
 
     def write(self, step: int, samples: Sequence[Sample], batch: Batch) -> None:
         """Gather and write the trace of a step. Collective. Raises StorageError on rank 0."""
         assert batch.table is not None
-        tables = [*self._tables, self.tensors.weights()]
-        norms, self._tables, self._norms = self._norms, [], []
-        digests, magnitudes = _summed(tables)
+        self._weights[""] = self.tensors.weights()
+        tables = {prefix: [*self._tables[prefix], weights] for prefix, weights in self._weights.items()}
+        summed, norms = {prefix: _summed(of_model) for prefix, of_model in tables.items()}, self._norms
+        self._begin_step()
         parts = self.mesh.gather(self._local(samples, batch))
         if self._sink is None:
             return
@@ -291,16 +326,17 @@ class Trace:
             keys = zip(batch.table.prompt_index, batch.table.index, strict=True)
             column = _plain(np.array(scores, dtype=np.float64).view(np.int64) * 3 + 1, scores)
             stages["scores"] = _placed([(list(keys), column)], rows)
-        if complete := self.provenance.complete:
+        if self.provenance is not None and (complete := self.provenance.complete):
             values = np.array(list(complete.values()), dtype=np.int64).view(np.uint64)
             stages["engine weights"] = Leaves(values, np.zeros((len(values), 0)))
-        names = [f"gradients {update}" for update in range(len(norms))]
-        tensors = zip([*names, "weights"], digests, magnitudes, strict=True)
-        for number, (name, values, numbers) in enumerate(tensors):
-            stages[name] = Leaves(values, numbers)
-            if number < len(norms):
-                norm = np.array([norms[number]])
-                stages[f"gradient norm {number}"] = Leaves(norm.view(np.uint64), norm[:, None])
+        for prefix, (*gradients, weights) in (
+            (prefix, list(zip(*both, strict=True))) for prefix, both in summed.items()
+        ):
+            for update, (table, value) in enumerate(zip(gradients, norms[prefix], strict=False)):  # none of `light`
+                norm = np.array([value])
+                stages[f"{prefix}gradients {update}"] = Leaves(*table)
+                stages[f"{prefix}gradient norm {update}"] = Leaves(norm.view(np.uint64), norm[:, None])
+            stages[f"{prefix}weights"] = Leaves(*weights)
         states = np.array([part["random state"] for part in parts], dtype=np.int64).view(np.uint64)
         stages["random state"] = Leaves(states, np.zeros((len(states), 0)))
         self._publish(step, stages, np.array(list(rows), dtype=np.int64).reshape(-1, 2), uids)
@@ -349,7 +385,11 @@ class Trace:
             self.inputs = None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and leave the models."""
+        for model in (self.policy, *self._beside.values()):
+            model.on_gradients = None
+        for model in self._beside.values():
+            model.on_use = None
         if self._sink is not None:
             self._sink.close()
 

@@ -30,6 +30,7 @@ from grpo_megatron.training.checkpoint import Checkpoints, run_state
 from grpo_megatron.training.correction import build_loss
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.stopping import Cadence, Stopping
+from grpo_megatron.training.trace import Trace
 
 NUM_NOTES = 10  # lines of progress per warm-up
 STAGE_NAME = "warm-up"  # on the console
@@ -100,7 +101,11 @@ def warm_up(
     metrics.within = heartbeat.phase
     follow = heartbeat.listener  # the console of the whole run, whose steps are others
 
+    trace = Trace(stage, policy, None, None, first_step) if trainer.trace != "off" else None
+
     def save(steps_done: int) -> Path:
+        if trace is not None:
+            trace.saved(steps_done)
         run = {"collector": collector.state(), "inputs": inputs.state() if inputs else {}}
         return checkpoints.save(steps_done, policy, stage, run)
 
@@ -126,6 +131,9 @@ def warm_up(
                 with metrics.phase("update_actor"):
                     sums, constants = policy.update(batch, loss, guard=guards)
                 record_update(metrics, sums, constants, mesh.is_replica_reporter)
+            batch.table = table
+            if trace is not None:
+                trace.write(step, samples, batch)
             reduced = report.log(step, metrics, samples, table, plan, batch, epoch=collector.epoch())
             if (step + 1) % max(1, config.sft.steps // NUM_NOTES) == 0 or step + 1 == config.sft.steps:
                 note(
@@ -137,6 +145,8 @@ def warm_up(
             stopping.after(step + 1, save)
         if mesh.rank == 0:
             add_event(trainer.output_dir, "done", config.sft.steps)
+    if trace is not None:
+        trace.close()
     heartbeat.listener = follow
     save_hf(config.trainer.output_dir / WARMUP_FOLDER)
 

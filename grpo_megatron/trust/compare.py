@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,17 @@ import numpy as np
 
 from grpo_megatron.report.metrics import Array
 from grpo_megatron.report.run_folder import RunFolder
-from grpo_megatron.report.trace_file import MEANS, NORMS, StepFile, TraceFolder, base_name, stage_of, stage_order
+from grpo_megatron.report.trace_file import (
+    BESIDE,
+    MEANS,
+    NORMS,
+    StepFile,
+    TraceFolder,
+    base_name,
+    stage_of,
+    stage_order,
+)
+from grpo_megatron.storage.run_files import WARM_UP_FOLDER
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.values import row_values, weight_values
 
@@ -66,6 +77,7 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "values": "the critic",
     "corrections": "the rollout correction",
     "advantages": "the advantage estimator, or a group with another member",
+    "returns": "the critic's targets: gamma, lambda, rewards at tokens",
     "token weights": "the loss's denominator: per micro-batch or per batch, a mask, the aggregation",
     "gradients": "the backward pass: the loss (clip, KL direction, temperature), its kernels, or a row that counts twice",
     "gradient norm": "the reduction of the norm over ranks",
@@ -138,7 +150,7 @@ class Diff:
 
 def config_of(run: Path) -> dict[str, Any]:
     """Read the settings of a run, with those of its last start."""
-    folder = RunFolder(run)
+    folder = RunFolder(run.parent if run.name == WARM_UP_FOLDER else run)
     folder.update()
     return folder.settings | {key: now for _, changes in folder.attempts[-1:] for key, _, now in changes}
 
@@ -229,7 +241,7 @@ class _Sides:
         self.left, self.right, self.settings = left, right, settings[0]
         self.scale, self.precision = scale, max(map(precision, settings), key=FIRST.__getitem__)
         self.rollouts = [one.get("trainer.rollout_data_dir") for one in settings]
-        self.num_updates, self.has_ended = 0, False
+        self._updates, self.num_updates, self.has_ended = Counter[str](), 0, False
         self.skipped: set[str] = set()
         self.unequal: dict[str, list[int]] = {}  # of the step: stage -> leaves that differ
         self._before: tuple[StepFile | None, StepFile | None] = (None, None)
@@ -251,7 +263,9 @@ class _Sides:
             elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
                 yield parting
         self._before = a, b
-        self.num_updates += sum(stage.startswith("gradient norm") for stage in roots[0])
+        for prefix in ("", *BESIDE):
+            self._updates[prefix] += sum(stage.startswith(f"{prefix}gradient norm") for stage in roots[0])
+        self.num_updates = max(self._updates.values())
 
     def _parting(self, step: int, stage: str, a: StepFile | None, b: StepFile | None, judged: bool) -> Parting | None:
         kind = stage_of(stage).kind
@@ -279,7 +293,8 @@ class _Sides:
             prompt, index = file.rows[number]
             name = f"row {number}: prompt {file.uids[prompt]!r}, sample {index}"
         elif facts.kind == "tensor":
-            name = self.left.tensors[number] if number < len(self.left.tensors) else name
+            names = self.left.tensors(stage)
+            name = names[number] if number < len(names) else name
         values = ([float(v) if math.isfinite(v) else None for v in side[number]] for side in (left, right))
         return Leaf(name, *(dict(zip(facts.numbers, side, strict=True)) for side in values))
 
@@ -300,8 +315,8 @@ class _Sides:
             return _named(poisson_tail(count, expected) > 1e-6), f"{count} rows, {expected:.2g} expected by rounding"
         if kind == "row":
             return self._judge_rows(stage, base, a, b, bound)
-        if kind == "tensor" and base == "weights":
-            return self._judge_weights(a, b)
+        if kind == "tensor" and base.endswith("weights"):
+            return self._judge_weights(stage, a, b)
         bound = self.scale * GRADIENT[self.precision] * (1 + 10 * self.num_updates)
         left, right = (side.numbers(stage).astype(np.float64) for side in (a, b))
         if kind == "step":
@@ -313,7 +328,7 @@ class _Sides:
         single = distance / (norms + 1e-3 * total)
         worst = int(single.argmax())
         is_explained = ratio <= bound and single[worst] <= 6 * bound
-        text = f"{ratio:.2g} of the norm, bound {bound:.2g}; most in {self.left.tensors[worst]}: {single[worst]:.2g}"
+        text = f"{ratio:.2g} of the norm, bound {bound:.2g}; most in {self.left.tensors(stage)[worst]}: {single[worst]:.2g}"
         return _named(is_explained), text
 
     def _judge_rows(self, stage: str, base: str, a: StepFile, b: StepFile, bound: float) -> tuple[str, str]:
@@ -337,11 +352,11 @@ class _Sides:
         lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
         return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
 
-    def _judge_weights(self, a: StepFile, b: StepFile) -> tuple[str, str]:
+    def _judge_weights(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
         before = self._before[0]
-        if before is None:
+        if before is None or stage not in before:
             return "not judged", "the step before is needed"
-        left, right, old = (side.numbers("weights")[:, 1].astype(np.float64) for side in (a, b, before))
+        left, right, old = (side.numbers(stage)[:, 1].astype(np.float64) for side in (a, b, before))
         update = float(np.sqrt(((left - old) ** 2).mean()))
         ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
         bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
@@ -377,6 +392,12 @@ def _terms(count: int, mean: float) -> Iterator[float]:
 # -- the explanation ---------------------------------------------------------------------------------------------------
 
 
+def _cause_of(base: str) -> str:
+    """Return the likely cause of a stage, with the model that is trained beside the policy before it."""
+    prefix = next((one for one in BESIDE if base.startswith(one)), "")
+    return f"{f'of the {prefix.strip()}: ' if prefix else ''}{STAGE_CAUSES[base.removeprefix(prefix)]}"
+
+
 def _explain(result: Diff, sides: _Sides) -> None:
     """Add the likely cause, the values, and differences that do not follow from the first."""
     first = result.first
@@ -390,9 +411,9 @@ def _explain(result: Diff, sides: _Sides) -> None:
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"
         )
         if result.verdict == "part":
-            result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + STAGE_CAUSES[base]
+            result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + _cause_of(base)
     else:
-        result.cause = STAGE_CAUSES[base]
+        result.cause = _cause_of(base)
     if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
         result.cause += AFTER_RESUME
     if changed:
@@ -412,7 +433,8 @@ def _values(first: Parting, sides: _Sides) -> Iterator[str]:
         row = sum(sample >= 0 for _, sample in file.rows[: numbers[0]])  # of the table, which has no greedy responses
         yield from row_values(runs, sides.rollouts, first.step, base, (file.uids[prompt], prompt, index), row)
     elif first.kind == "tensor":
-        names = [sides.left.tensors[number] for number in numbers if number < len(sides.left.tensors)]
+        known = sides.left.tensors(first.stage)
+        names = [known[number] for number in numbers if number < len(known)]
         layers = sorted({int(match[1]) for name in names if (match := re.search(r"layers\.(\d+)\.", name))})
         if first.count > len(first.leaves):
             yield f"in layers {', '.join(map(str, layers))}, and {sum('layers.' not in name for name in names)} tensors outside"
@@ -451,8 +473,13 @@ def compare_seams(trace: TraceFolder) -> Diff:
             continue
         result.num_steps += 1
         same_ranks = facts["layout"] == trace.facts_at(start - 1)["layout"]
-        for stage in ("weights", "random state", "optimizer"):
-            left = trace.saved.get(start - 1) if stage == "optimizer" else before.get(stage)
+        for stage in state:
+            made = [
+                step for step in trace.steps if step < start and stage in trace.steps[step]
+            ]  # the reward model: not in each
+            left = (
+                trace.saved.get(start - 1) if stage == "optimizer" else trace.steps[max(made)][stage] if made else None
+            )
             if (
                 left is None
                 or state.get(stage) is None

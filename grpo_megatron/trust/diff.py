@@ -14,6 +14,7 @@ from grpo_megatron.imports import large_imports
 from grpo_megatron.report.kit import html_page
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.run_files import TRACE_FOLDER, WARM_UP_FOLDER
 from grpo_megatron.untrusted import visible
 
 
@@ -58,10 +59,17 @@ def print_diff(options: DiffOptions) -> int:
         if options.right is None:
             result = compare_seams(left)
         else:
-            right, scale = TraceFolder(options.right), options.tolerance or 1.0
-            result = compare_runs(left, right, tolerance=options.tolerance is not None, scale=scale)
+            sides, scale = (left, TraceFolder(options.right)), options.tolerance or 1.0
+            result = compare_runs(*sides, tolerance=options.tolerance is not None, scale=scale)
+            if all((side.run / WARM_UP_FOLDER / TRACE_FOLDER).is_dir() for side in sides):
+                before = [TraceFolder(side.run / WARM_UP_FOLDER) for side in sides]
+                warm_up = compare_runs(*before, tolerance=options.tolerance is not None, scale=scale)
+                if warm_up.verdict in ("part", "wrong"):  # the run follows from it
+                    result = warm_up
+                else:
+                    result.notes.append(f"the warm-ups: {VERDICTS[warm_up.verdict].format(steps=warm_up.num_steps)}")
             if options.replay:
-                result.replays = list(replay(result, (left, right), scale))
+                result.replays = list(replay(result, sides, scale))
     except StorageError as error:
         raise ConfigError(str(error)) from error
     sections = dict(diff_sections(result))

@@ -12,7 +12,7 @@ from typing import Any
 
 from grpo_megatron.report.trace_file import TraceFolder
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.run_files import on_disk, read_step, steps_of
+from grpo_megatron.storage.run_files import WARM_UP_FOLDER, on_disk, read_step, steps_of
 from grpo_megatron.trust.compare import Diff, compare_runs, leaf_lines
 from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_text
 
@@ -45,6 +45,9 @@ def replay(result: Diff, sides: Sequence[TraceFolder], scale: float = 1.0) -> It
     """Run the first step of `result` again for both sides; yields a line for each, and what follows from both."""
     if result.first is None:
         yield "the runs are equal, so there is no step to run again"
+        return
+    if Path(result.left).name == WARM_UP_FOLDER:
+        yield "the runs part in the warm-up, which is not run again"
         return
     step, outcomes = result.first.step, dict[str, bool | None]()
     for side in sides:

@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.models.heads.reward_folder import check_reward_weights, read_reward_folder
+from grpo_megatron.report.trace_file import TraceFolder
 from grpo_megatron.starting.generated import build_tokenizer
+from grpo_megatron.trust.compare import compare_runs, compare_seams
 from tests import worlds
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.e2e import run_ranks
@@ -246,6 +248,11 @@ def test_ppo_trains_its_critic_and_resumes_with_it(
     The converter makes the exported folder from the checkpoint's critic, bit for bit.
     """
     run, resumed = runs["ppo"], runs["ppo resumed"]
+    traces = [TraceFolder(one["output_dir"]) for one in (run, resumed)]  # the critic's stages, too
+    seams = compare_seams(traces[1])
+    assert (compare_runs(*traces).verdict, seams.verdict, seams.num_steps) == ("equal", "equal", 1), seams
+    assert {"returns", "critic gradients 0", "critic weights"} <= set(traces[0].steps[2])
+    assert "critic weights" in traces[1].facts[2]["state"]
     assert all(norm > 0 for norm in column(run, "critic/grad_norm")) and column(run, "critic/lr") == [1e-3] * 3
     first, *later = column(run, "critic/values/mean")
     assert first == 0 and all(later)

@@ -17,10 +17,11 @@ import pytest
 
 from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, step_content
 from grpo_megatron.trust import replay
-from grpo_megatron.trust.compare import Diff, Parting
-from grpo_megatron.trust.diff import diff_sections
+from grpo_megatron.trust.compare import Diff, Parting, compare_runs
+from grpo_megatron.trust.diff import DiffOptions, diff_sections, print_diff
 from tests import worlds
-from tests.runs import make_run
+from tests.models.test_reward_model import make_classifier
+from tests.runs import make_run, write_tokenizer
 
 SETTINGS = [
     *("rollout.engine=transformers", "data.train_batch_size=4", "actor.optim.lr=0.01", "trainer.save_freq=1"),
@@ -110,3 +111,37 @@ def test_which_side_repeats_its_record(honest: Path, tmp_path: Path, monkeypatch
         assert follows in result.replays[-1] and ("run again", result.replays) in list(diff_sections(result))
         assert not follows or f"in one process: {EXACT}" in result.replays[0]
     assert "equal" in next(replay.replay(Diff("", ""), []))
+
+
+def test_models_beside_the_policy_and_the_warm_up_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A critic, a reward model that learns after each step, and a warm-up of two steps."""
+    folder = make_run(tmp_path)
+    sizes = {"vocab_size": 101, "num_hidden_layers": 2}
+    model = make_classifier(tmp_path / "scores", "qwen2", **sizes)
+    write_tokenizer(model)
+    base = [*SETTINGS, "algorithm.adv_estimator=gae", "algorithm.iteration_steps=1", f"reward_model.path={model}"]
+    base += ["sft.steps=2", "reward_model.steps=2", "actor.use_kl_loss=false"]
+    runs = {
+        "honest": [],
+        "beside": ["critic.optim.lr=0.02", "reward_model.optim.lr=0.02"],
+        "warm-up": ["sft.optim.lr=0.02"],
+    }
+    for name, changes in runs.items():
+        settings, log = [*base, *changes, f"trainer.output_dir={tmp_path / name}"], tmp_path / f"{name}.log"
+        words = ["train", f"{folder / 'run.yaml'}", *settings]
+        assert replay_program(words, log, {"trainer": {"n_gpus_per_node": 1}}) == 0, log.read_text()
+    result = compare_runs(*(TraceFolder(tmp_path / name) for name in ("honest", "beside")))
+    stages = [one.stage for one in result.partings]
+    assert stages == [
+        "critic weights",
+        "reward model gradients 1",
+        "reward model gradient norm 1",
+        "reward model weights",
+    ]
+    assert result.cause.startswith("of the critic: the optimizer")
+    assert "score.weight" in TraceFolder(tmp_path / "honest").tensors("critic weights")
+    assert print_diff(DiffOptions(left=tmp_path / "honest", right=tmp_path / "warm-up", replay=True)) == 1
+    text = capsys.readouterr().out
+    assert f"{tmp_path}/warm-up/sft" in text and "first: step 0, weights" in text and "not run again" in text
+    assert print_diff(DiffOptions(left=tmp_path / "honest", right=tmp_path / "beside")) == 1
+    assert "the warm-ups: equal: every digest of 2 steps" in capsys.readouterr().out

@@ -216,6 +216,7 @@ class ScalarPolicy(ScalarReader, Policy):
     ) -> None:
         self.folder, self.places, self._offloads_weights = folder, places, offload
         self._weights = OffloadedTensors(device)
+        self.on_use: Callable[[], None] | None = None  # called at the end of `in_use`
         megatron = actor.megatron
         megatron = megatron.model_copy(update={"offload_optimizer": offload or megatron.offload_optimizer})
         changes = {"optim": optim or actor.optim, "lora": lora or LoraConfig(), "megatron": megatron}
@@ -229,6 +230,8 @@ class ScalarPolicy(ScalarReader, Policy):
         self._weights.onload()
         self.onload()
         yield
+        if self.on_use is not None:
+            self.on_use()
         self.offload()
         self._offload_weights()
 
