@@ -13,8 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_megatron.algo.distillation import LEAST_LOGPROB
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import local_tokens, pack, target_share
+from grpo_megatron.types import TeacherScores
 from tests import tiny
 from tests.worlds import ranks
 
@@ -68,6 +70,36 @@ def test_a_pack_is_cut_as_a_whole(cp: int, rows: list[int]) -> None:
         assert torch.equal(part.tokens[0][local], whole.tokens[0][uncut])
         assert torch.equal(part.position_ids[0][local], whole.position_ids[0][uncut])
     assert torch.equal(targets, whole.targets.tokens)
+
+
+@pytest.mark.parametrize("name", ["top", "states"])
+def test_teachers_distributions_are_cut_as_the_targets(name: str) -> None:
+    """Two teachers, and a row without one between their rows; a rank's targets have the distributions of the uncut pack."""
+    pairs, rows = tiny.make_sequences(4), [0, 2, 3, 1]
+    batch, size = tiny.make_batch(pairs, [[rows]]), 3
+    generator, index = torch.Generator().manual_seed(0), [0, 1, -1, 0]
+    parts = [torch.rand(len(response), size, generator=generator) for _, response in pairs]
+    given: dict[str, Any] = {name: [part if index[row] >= 0 else None for row, part in enumerate(parts)]}
+    zeros = torch.zeros(batch.loss_mask.shape)
+    batch.teacher = TeacherScores(index, zeros, zeros, heads=[torch.ones(5, size)] * 2, kl="forward", **given)
+
+    def of_targets(**layout: Any) -> tuple[torch.Tensor, Any]:
+        one = pack(batch, rows, multiple=16, temperature=1.0, chunk=7, device=Device("cpu"), **layout)
+        assert one.targets.soft is not None
+        if name == "top":
+            assert one.targets.soft.top is not None
+            return one.targets.soft.top, one.share
+        states = torch.zeros(len(one.targets.tokens), size)
+        for run in one.targets.soft.states:
+            states[run.start : run.end] = run.states
+        return states, one.share
+
+    whole, _ = of_targets()
+    unknown = torch.tensor([-1.0, LEAST_LOGPROB, 0.0]) if name == "top" else torch.zeros(size)
+    assert torch.equal(whole, torch.cat([parts[0], unknown.expand(len(parts[2]), -1), parts[3], parts[1]]))
+    for rank in range(2):
+        local, share = of_targets(cp=2, cp_rank=rank)
+        assert torch.equal(local, whole[share.target_indices])
 
 
 def test_without_context_parallelism_there_is_no_share() -> None:
