@@ -22,7 +22,7 @@ from grpo_megatron.algo.plan import assign_rows, weigh
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
 from grpo_megatron.checks.validate import Checked, check_alone
-from grpo_megatron.config import AlgorithmConfig, Config
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
 from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
@@ -47,6 +47,7 @@ from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.placement import build_placement, join_world, with_engine_sequences
 from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.stopping import Cadence
+from grpo_megatron.training.teachers import build_teachers
 from grpo_megatron.training.trace import Trace
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Prompt, Sample
@@ -111,6 +112,7 @@ class Run:
         self.effective = with_engine_sequences(config, checked, self.mesh)
         self.tokenizer_path = config.model.tokenizer_path or config.model.path
         inputs = (config.model.path, self.tokenizer_path, config.ref.path, config.critic.path, *config.reward_paths)
+        inputs = (*inputs, *config.teacher_paths)
         self.folder = self._opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = self._opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
         if trainer.save_freq != -1:
@@ -175,12 +177,13 @@ class Run:
                 self.sinks.note(announcement(self.changed_keys, self.policy.num_updates, num_updates))
         parts = (config, checked.arch, self.mesh, self.device, self.cadence, self.first_step, self.policy)
         self.references = References(*parts) if needs_reference(config.algorithm, actor) else None
+        self.teachers = build_teachers(config, checked, self.policy)
 
     def _build_step(self) -> None:
         """Build what a step does with the models, and restore what a checkpoint has besides them."""
         config = self.effective
         self.correction = Correction(config.algorithm, config.actor, self.mesh, config.data)
-        self.loss = build_loss(config.actor, config.algorithm)
+        self.loss = self._build_loss(config.actor)
         self.guards = Guards(config, self.mesh, self.save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
@@ -256,18 +259,25 @@ class Run:
                 cost=sequence_cost(self.policy.arch),
                 exact=self.config.model.exact,
                 given=given,
+                distills=self.teachers is not None,
             )
         batch = exchange(samples, table, plan, self.mesh)
         batch.old_logprobs = self._old_logprobs(batch)  # None: the update's own
         batch.ref_logprobs = self._ref_logprobs(batch)
+        if self.teachers is not None:
+            with self.metrics.phase("teachers"):
+                batch.teacher = self.teachers.score(batch)
         table = self.correction.with_columns(batch, table, self.metrics)  # rejected tokens, KL in the reward
         if self.critic is not None:
             table = self.critic.with_columns(batch, table, plan, self.metrics)  # values
         with self.metrics.phase("adv"):
-            limit = self.config.data.max_response_length
-            batch.plan = weigh(plan, table, algorithm, self.config.actor, max_response_length=limit)
+            limit, distills = self.config.data.max_response_length, self.teachers is not None
+            actor = self.config.actor
+            batch.plan = weigh(plan, table, algorithm, actor, max_response_length=limit, distills=distills)
             batch.table = table
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
+            if self.teachers is not None:
+                self.teachers.weigh(batch)
             if self.critic is not None:
                 self.critic.set_returns(self.step, batch, table, self.metrics)
         return batch
@@ -410,11 +420,15 @@ class Run:
     def _loss_of(self, loss: str | PolicyLoss | None) -> LossFunction:
         if loss is None:
             return self.loss
-        actor, algorithm = self.config.actor, self.config.algorithm
         if isinstance(loss, str):
             policy_losses.get(loss)  # raises ValueError, which names the nearest known loss
-            return build_loss(actor.model_copy(update={"loss_mode": loss}), algorithm)
-        return build_loss(actor, algorithm, loss)
+            return self._build_loss(self.config.actor.model_copy(update={"loss_mode": loss}))
+        return self._build_loss(self.config.actor, loss)
+
+    def _build_loss(self, actor: ActorConfig, loss: PolicyLoss | None = None) -> LossFunction:
+        config = self.config
+        discount = config.distillation.discount
+        return build_loss(actor, config.algorithm, loss, teachers=tuple(config.teachers), discount=discount)
 
     def _with_estimator(self, name: str) -> AlgorithmConfig:
         advantage_estimators.get(name)  # raises ValueError, which names the nearest known estimator

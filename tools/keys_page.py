@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config import Config, DataSource, RewardComponent, ScoringModel
+from grpo_megatron.config import Config, DataSource, RewardComponent, ScoringModel, TeacherConfig
 from grpo_megatron.config.section import ConfigKey, Section, config_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "keys.md"
@@ -20,7 +20,12 @@ needs. Names follow verl where the meaning is the same.
 
 This page is written from the sources by `python -m tools.keys_page`.
 """
-ENTRIES = {"data.sources[]": DataSource, "reward.components[]": RewardComponent, "reward_models.NAME": ScoringModel}
+ENTRIES = {
+    "data.sources[]": DataSource,
+    "reward.components[]": RewardComponent,
+    "reward_models.NAME": ScoringModel,
+    "teachers.NAME": TeacherConfig,
+}
 
 
 def keys_page() -> str:

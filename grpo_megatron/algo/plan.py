@@ -311,19 +311,20 @@ def assign_rows(
     cost: SequenceCost | None = None,
     exact: bool = False,
     given: Advantages | None = None,
+    distills: bool = False,
 ) -> Plan:
     """Decide which of `dp` data-parallel ranks trains on which rows; balanced by `cost` (None: tokens).
 
     `train_batch_size` is in prompts and is the mini-batch when `ppo_mini_batch_size` is null. The last mini-batch may be
     short and then has its own, smaller counts. There may be no mini-batch at all. `exact`: see `assign_leaves`. `given`:
-    advantages by row, in place of the estimator's. The plan has the advantages that the rewards give, and no token
-    weights: see `weigh`. Raises ValueError on unknown names and on an estimator that returns the wrong number of
-    advantages or one that is not finite.
+    advantages by row, in place of the estimator's. `distills`: see `_trainable`; then every row has a gradient. The plan
+    has the advantages that the rewards give, and no token weights: see `weigh`. Raises ValueError on unknown names and on
+    an estimator that returns the wrong number of advantages or one that is not finite.
     """
     from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
 
     if given is None:
-        trainable = _trainable(table, algorithm)
+        trainable = _trainable(table, algorithm, distills)
         advantages = _advantages(table, algorithm, trainable)
     else:
         trainable, advantages = [count > 0 for count in table.num_loss_tokens()], given
@@ -339,7 +340,8 @@ def assign_rows(
         for group in groups:
             rows = [row for row in group if in_loss[row]]
             minis[-1] += _pairs(rows, advantages) if paired else [[row] for row in rows]
-    silent = _rows_of_zero_advantage(advantages) if forward_only_at_zero_advantage(algorithm, actor) else set()
+    is_silent = forward_only_at_zero_advantage(algorithm, actor) and not distills
+    silent = _rows_of_zero_advantage(advantages) if is_silent else set()
     if exact:
         chosen = assign_leaves(minis, dp, table.sequence_lengths())
     else:
@@ -357,7 +359,13 @@ def assign_rows(
 
 
 def weigh(
-    plan: Plan, table: GroupTable, algorithm: AlgorithmConfig, actor: ActorConfig, *, max_response_length: int
+    plan: Plan,
+    table: GroupTable,
+    algorithm: AlgorithmConfig,
+    actor: ActorConfig,
+    *,
+    max_response_length: int,
+    distills: bool = False,
 ) -> Plan:
     """The assigned plan with its token weights and final advantages. Call it once, when log-probabilities are known.
 
@@ -368,7 +376,7 @@ def weigh(
     """
     advantages = plan.advantages
     if table.token_penalties or table.values:
-        advantages = _advantages(table, algorithm, _trainable(table, algorithm))
+        advantages = _advantages(table, algorithm, _trainable(table, algorithm, distills))
     kept = kept_mini_batches(plan, table)
     weighed = replace(
         plan,
@@ -423,11 +431,15 @@ def scoring_plan(lengths: list[int], actor: ActorConfig, dp: int) -> Plan:
     return Plan([0.0] * len(lengths), [0.0] * len(lengths), assigned.mini_batches)
 
 
-def _trainable(table: GroupTable, algorithm: AlgorithmConfig) -> list[bool]:
-    """Per row: it has a loss token and a reward, and was not cut off where `mask_truncated_samples` drops such rows."""
+def _trainable(table: GroupTable, algorithm: AlgorithmConfig, distills: bool = False) -> list[bool]:
+    """Per row: it has a loss token and a reward, and was not cut off where `mask_truncated_samples` drops such rows.
+
+    `distills`: the rows learn from a teacher, which needs no reward. Those without one have advantage 0. A critic reads rewards.
+    """
+    without_reward = distills and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
     dropped = table.truncated if algorithm.mask_truncated_samples else [False] * len(table)
     rows = zip(table.num_loss_tokens(), table.reward, dropped, strict=True)
-    return [count > 0 and math.isfinite(reward) and not drop for count, reward, drop in rows]
+    return [count > 0 and (without_reward or math.isfinite(reward)) and not drop for count, reward, drop in rows]
 
 
 def groups_of_mini_batches(table: GroupTable, copies: list[int], size: int) -> list[list[list[int]]]:

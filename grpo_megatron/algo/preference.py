@@ -24,6 +24,12 @@ def constant(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     return [1.0] * len(table)
 
 
+@advantage_estimators.register("zero", needs_rewards=False, ignores_token_penalties=True)
+def zero(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Gives 0 to every sample: the teachers alone train the policy (distillation.py)."""
+    return [0.0] * len(table)
+
+
 @advantage_estimators.register("rft", ignores_token_penalties=True)
 def rft(table: GroupTable, config: AlgorithmConfig) -> Advantages:
     """Gives 1 where reward >= `rft_threshold`, else None, also without a reward: RFT, online RFT (arXiv 2308.01825)."""

@@ -128,7 +128,10 @@ def suspicions(config: Config) -> Iterator[str]:
 
 def method_problems(config: Config) -> Problems:
     """Yields every combination that is wrong, by topic. components.py reports names that cannot be found."""
-    topics = (effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations, _guards)
+    topics = (
+        *(effect_problems, _groups, _losses, _sources, _sampling, _partial, _placement, _iterations, _guards),
+        _distillation,
+    )
     for topic in topics:
         yield from topic(config)
 
@@ -222,7 +225,7 @@ def _sources(config: Config) -> Problems:
     if algorithm.source != "file":
         return
     facts = advantage_estimators.facts(algorithm.adv_estimator)
-    without, paired = _names(advantage_estimators, needs_rewards=False), _names(policy_losses, paired=True)
+    without, paired = "constant", _names(policy_losses, paired=True)
     # an estimator that needs a greedy response has been reported by `_groups`
     if facts.needs_rewards and not facts.makes_pairs and not facts.needs_greedy_reward:
         yield (
@@ -358,6 +361,35 @@ def _iterations(config: Config) -> Problems:
             f"{k.algorithm.iteration_steps} leaves one iteration in {k.trainer.total_training_steps}; set it to"
             f" {max(1, total // 2)} or less"
         )
+
+
+def _distillation(config: Config) -> Problems:
+    """Checks what is learnt from teachers against the loss and the rest of the config."""
+    k, actor = keys_of(config), config.actor
+    facts = policy_losses.facts(actor.loss_mode)
+    if config.algorithm.adv_estimator == "zero" and not config.teachers:
+        yield f"{k.algorithm.adv_estimator!r} leaves all that is learnt to teachers; set teachers, or another estimator"
+    if not config.teachers:
+        return
+    for name in config.teachers:
+        if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name.startswith("from_token_"):
+            yield (
+                f"{marked(f'teachers.{name}')}: the name is part of metric names (distillation/reverse_kl/{name}); use letters,"
+                " digits, - and _, beginning with a letter, and not from_token_"
+            )
+    if len(config.teachers) > 1:
+        yield f"{marked('teachers')} has {len(config.teachers)}, and nothing says which of them scores a row; leave one"
+    if facts.scores:
+        yield f"{k.actor.loss_mode} trains a model that scores, without a head over the vocabulary; leave teachers out"
+    elif facts.is_likelihood and config.distillation.kl == "sampled":
+        yield (
+            f"{k.distillation.kl} is part of the advantages of the policy's own samples, and {k.actor.loss_mode} has no ratio to"
+            f" these; set distillation.kl=forward, or loss_mode={_names(policy_losses, is_likelihood=False)}"
+        )
+    elif facts.paired:
+        yield f"{k.actor.loss_mode} compares pairs, whose weights are not those of single tokens; leave teachers out"
+    if config.model.exact:
+        yield f"{k.model.exact} is not made for teachers; set it to false, or leave teachers out"
 
 
 # -- The number of steps, and learning-rate schedules ------------------------------------------------------------------

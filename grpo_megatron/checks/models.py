@@ -28,7 +28,7 @@ from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.hub import known_shape, model_folder
 from grpo_megatron.untrusted import ReadError, read_json, special_file_in
 
-MAIN, OTHERS, CRITIC = "reward_model", "reward_models.", "critic"  # keys of the config
+MAIN, OTHERS, CRITIC, TEACHERS = "reward_model", "reward_models.", "critic", "teachers."  # keys of the config
 HEAD_KINDS: dict[str, HeadKind] = {"response": "outcome", "step": "process"}  # LossFacts.scores -> kind of the folder
 
 # -- The folders -------------------------------------------------------------------------------------------------------
@@ -128,8 +128,10 @@ def with_hub_models(config: Config, *, weights: bool, shapes: bool = False) -> C
         *("actor.lora.path", "critic.lora.path"),
     )
     folders: dict[str, object] = {key: local(config.at(key)) for key in named}
-    others = {name: model.with_values({"path": local(model.path)}) for name, model in config.reward_models.items()}
-    return config.with_values({**folders, "reward_models": others})
+    for section in ("reward_models", "teachers"):
+        models = getattr(config, section).items()
+        folders[section] = {name: model.with_values({"path": local(model.path)}) for name, model in models}
+    return config.with_values(folders)
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,7 @@ class ModelFolders:
     scored: RewardFolder | None  # model.path, where a scalar head is trained
     beside: dict[str, RewardFolder]
     are_complete: bool  # every folder that the config names could be read
+    teachers: dict[str, Architecture] = dataclasses.field(default_factory=dict)  # by name
 
     @classmethod
     def read(cls, config: Config, problems: ProblemList) -> ModelFolders:
@@ -162,7 +165,13 @@ class ModelFolders:
             if folder is not None
         }
         beside = {key: folder for key, folder in read.items() if folder is not None}
-        return cls(arch, scored, beside, arch is not None and len(beside) == len(wanted))
+        teachers = {}
+        for name, teacher in config.teachers.items():
+            key = f"{TEACHERS}{name}.path"
+            if (of_teacher := problems.attempt(key, read_model, teacher.path, key)) is not None:
+                teachers[name] = of_teacher
+        are_complete = arch is not None and (len(beside), len(teachers)) == (len(wanted), len(config.teachers))
+        return cls(arch, scored, beside, are_complete, teachers)
 
     @property
     def rewards(self) -> dict[str, RewardFolder]:
@@ -182,8 +191,8 @@ class ModelFolders:
         critic = None
         if has_critic(config.algorithm):
             critic = self.beside[CRITIC].arch if CRITIC in self.beside else replace(self.arch, tied=True)
-        rewards = tuple(folder.arch for folder in self.rewards.values())
-        return RunModels(self.arch, rewards, critic, has_head=self.scored is None)
+        rewards, teachers = tuple(folder.arch for folder in self.rewards.values()), tuple(self.teachers.values())
+        return RunModels(self.arch, rewards, critic, has_head=self.scored is None, teachers=teachers)
 
     def check_weights(self, config: Config, problems: ProblemList, *, policy: bool, elsewhere: bool = False) -> None:
         """Checks names and shapes of all tensors. `policy`: those of `model.path`, too. `elsewhere`: of those that are here."""
@@ -194,6 +203,10 @@ class ModelFolders:
                 problems.attempt("model.path", check_complete, "model.path", check_hf, config.model.path, self.arch)
             if reads_reference(config.algorithm, config.actor) and config.ref.path is not None:
                 problems.attempt("ref.path model.path", check_reference, config, self.arch)
+        for name, arch in self.teachers.items():
+            key, path = f"{TEACHERS}{name}.path", config.teachers[name].path
+            if not elsewhere or has_weights(path):
+                problems.attempt(key, check_complete, key, check_hf, path, arch)
         for key, folder in self.beside.items():
             if elsewhere and not has_weights(folder.path):
                 continue
@@ -224,13 +237,12 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
         if key == CRITIC and not has_critic(config.algorithm):
             continue
         named = f"{marked(f'{key}.path')}={str(folder.path)!r}"
-        yield from _second_model_problems(config, folder.arch, named)
-        of_policy = set(world_problems(config, world_size, folders.arch))
-        for problem in second_layout_problems(config, world_size, folder.arch):
-            if problem not in of_policy:
-                yield f"{named} is cut in the policy's layout: {problem}"
-        if folders.arch is not None:
-            yield from _vocabulary_problems(config, folders.arch, folder, named)
+        yield from _second_model_problems(config, world_size, folders.arch, folder.path, folder.arch, named)
+    for name, arch in folders.teachers.items():
+        path = config.teachers[name].path
+        named = f"{marked(f'{TEACHERS}{name}.path')}={str(path)!r}"
+        yield from _second_model_problems(config, world_size, folders.arch, path, arch, named)
+        yield from _teacher_problems(config, folders.arch, arch, named)
 
 
 def second_layout_problems(config: Config, world_size: int, arch: Architecture) -> Problems:
@@ -239,7 +251,10 @@ def second_layout_problems(config: Config, world_size: int, arch: Architecture) 
     return (problem for problem in problems if not Problem.of(problem).keys[0].startswith("rollout."))
 
 
-def _second_model_problems(config: Config, arch: Architecture, named: str) -> Problems:
+def _second_model_problems(
+    config: Config, world_size: int, policy: Architecture | None, path: Path, arch: Architecture, named: str
+) -> Problems:
+    """Checks a model that reads the policy's tokens in its layout. `named`: its key and folder."""
     k, total = keys_of(config).data, config.data.max_prompt_length + config.data.max_response_length
     for what in ("max_position_embeddings", "sliding_window"):
         limit = getattr(arch, what)
@@ -248,15 +263,38 @@ def _second_model_problems(config: Config, arch: Architecture, named: str) -> Pr
                 f"{k.max_prompt_length:key} + {k.max_response_length:key} = {total} exceed the {what} {limit} of {named};"
                 " lower one of them"
             )
+    of_policy = set(world_problems(config, world_size, policy))
+    for problem in second_layout_problems(config, world_size, arch):
+        if problem not in of_policy:
+            yield f"{named} is cut in the policy's layout: {problem}"
+    if policy is not None:
+        yield from _vocabulary_problems(config, policy, path, arch, named)
 
 
-def _vocabulary_problems(config: Config, arch: Architecture, folder: RewardFolder, named: str) -> Problems:
+def _teacher_problems(config: Config, policy: Architecture | None, arch: Architecture, named: str) -> Problems:
+    """Checks a teacher, which scores every token that the policy may sample."""
+    if policy is not None and arch.vocab_size < policy.vocab_size:
+        yield (
+            f"{named} has {arch.vocab_size} rows of vocabulary, and the policy {policy.vocab_size}: it has no probability of"
+            f" the ids from {arch.vocab_size} on; take a teacher with as many rows or more"
+        )
+    if arch.vision is not None or (policy is not None and policy.vision is not None):
+        yield f"{named}: distillation of models that read images is not made; take models that read text alone"
+    if config.actor.share_prompts and arch.latent is not None:
+        yield (
+            f"{marked('actor.share_prompts')}=true is not made for the latent attention of {named}; set share_prompts=false"
+        )
+
+
+def _vocabulary_problems(
+    config: Config, arch: Architecture, path: Path, of_other: Architecture, named: str
+) -> Problems:
     """Checks that both have the same vocabulary: the model reads the policy's token ids unchanged."""
-    policy, other = _vocabulary(config.model.tokenizer_path or config.model.path), _vocabulary(folder.path)
+    policy, other = _vocabulary(config.model.tokenizer_path or config.model.path), _vocabulary(path)
     if policy is None or other is None:
-        if folder.arch.vocab_size != arch.vocab_size:
+        if of_other.vocab_size != arch.vocab_size:
             yield (
-                f"{named} has {folder.arch.vocab_size} tokens and the policy {arch.vocab_size}, and one of them has no"
+                f"{named} has {of_other.vocab_size} tokens and the policy {arch.vocab_size}, and one of them has no"
                 " tokenizer.json to tell whether they are the same; put the tokenizer into both folders"
             )
         return

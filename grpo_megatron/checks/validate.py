@@ -57,7 +57,7 @@ def _concerns(wrong: str, key: str) -> bool:
 
 
 SHORTAGE_KEYS = (  # keys and sections that the arithmetic of memory reads
-    *("model", "actor", "ref", "critic", "reward_model", "reward_models", "rollout", "algorithm"),
+    *("model", "actor", "ref", "critic", "reward_model", "reward_models", "teachers", "rollout", "algorithm"),
     *("data.max_prompt_length", "data.max_response_length", "data.train_files", "data.val_files"),
     *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device"),
 )
@@ -73,6 +73,7 @@ class Checked(RunRows):
     reward_folder: RewardFolder | None = None  # reward_model.path
     reward_folders: dict[str, RewardFolder] = field(default_factory=dict)  # reward_models
     critic_folder: RewardFolder | None = None  # critic.path
+    teachers: dict[str, Architecture] = field(default_factory=dict)  # by name
     scored_folder: RewardFolder | None = None  # model.path, where a scalar head is trained
     tokenizer: Any  # None only in a dry run for another machine
     end_tokens: EndTokens | None = None  # None only where `tokenizer` is
@@ -129,9 +130,8 @@ class Validation:
     @property
     def memory_is_known(self) -> bool:
         """Says if all that the arithmetic of memory reads is right, and its verdict is not that of the plan."""
-        others = (
-            models.second_layout_problems(self.config, self.training, one.arch) for one in self.folders.beside.values()
-        )
+        archs = [*(one.arch for one in self.folders.beside.values()), *self.folders.teachers.values()]
+        others = (models.second_layout_problems(self.config, self.training, arch) for arch in archs)
         is_wanted = self.folders.are_complete and self.start.knows(*SHORTAGE_KEYS)
         return is_wanted and bool(self.problems.problems or not self.dry_run) and not any(map(any, others))
 
@@ -216,6 +216,7 @@ class Validation:
             reward_folder=folders.beside.get(MAIN),
             reward_folders={key.removeprefix(OTHERS): one for key, one in folders.rewards.items() if key != MAIN},
             critic_folder=folders.beside.get(CRITIC),
+            teachers=folders.teachers,
             scored_folder=folders.scored,
             tokenizer=self.tokenizer,
             end_tokens=self.end_tokens,

@@ -38,6 +38,7 @@ from grpo_megatron.planning.parameters import (
     Stages,
     image_tokens,
     memory_of_stages,
+    teacher_scores_bytes,
 )
 from grpo_megatron.planning.phases import (
     ESTIMATED,
@@ -131,7 +132,7 @@ def plan_page(
         device=_row(*_device(config)),
         rewards=_rows(reward_lines(config, checked.reward_calls)),
         trials=_rows(trial_lines(checked.reward_calls)),
-        memory="\n".join(_memory_lines(config, world_size, *stages)),
+        memory="\n".join(_memory_lines(stages[0], memory_of_stages(config, world_size, *stages))),
         hosts=hosts,
         engine_shard=engine_weights(config.rollout, models.arch, itemsize) / GIB,
         sent=stage * itemsize / GIB,
@@ -193,6 +194,7 @@ class NodeMemory:
             "weights on their way": staged_bytes(config, models.arch, world_size)[0],
             "routes": route_bytes(config, models.arch, world_size, "engine"),
             "images": image_bytes(config, models.arch, world_size, has_reference=has_reference),
+            "scores of teachers": teacher_scores_bytes(config, models.teachers, world_size),
         }
         of_all = {name: size for name, size in of_all.items() if size}
         of_stages = [host_parts(config, models.arch, world_size, stage) | of_all for stage in stages]
@@ -358,16 +360,14 @@ def _prompt_lines(checked: Checked) -> Iterator[str]:
     yield from (f"  | {line}" for line in text.split("\n"))
 
 
-def _memory_lines(
-    config: Config, world_size: int, policy: Stages, reward_models: list[Stages], critic: Stages | None
-) -> Iterator[str]:
+def _memory_lines(policy: Stages, memories: Sequence[StageMemory]) -> Iterator[str]:
     """Yields a line per pipeline stage: what `planning/` counts, and the sum."""
-    others = [name for name, models in (("reward model", reward_models), ("critic", critic)) if models]
+    others = [name for name in ("reward model", "critic", "teachers") if getattr(memories[0], name.replace(" ", "_"))]
     titles = ["weights", "gradients", "optimizer", "reference", *others]
     widths = [max(9, len(title)) for title in (*titles, "together")]
     header = " ".join(f"{title:>{width}}" for title, width in zip((*titles, "together"), widths, strict=True))
     yield f"{'stage':>5} {'layers':>6} {'parameters':>15} {header}"
-    for number, memory in enumerate(memory_of_stages(config, world_size, policy, reward_models, critic)):
+    for number, memory in enumerate(memories):
         sizes = [*(getattr(memory, title.replace(" ", "_")) for title in titles), memory.total]
         cells = " ".join(f"{size / GIB:>{width}.3f}" for size, width in zip(sizes, widths, strict=True))
         yield f"{number:>5} {policy[number].layers:>6} {policy[number].total:>15,} {cells}"

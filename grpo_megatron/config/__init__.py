@@ -3,8 +3,8 @@
 Names follow verl where the meaning is the same (without its `actor_rollout_ref` prefix). Lengths count tokens, batch
 sizes count prompts, and steps are training steps, unless the key's text says otherwise. `null` is YAML's None. Each
 section checks its own values here; checks that need two sections, the world size or a file are in `checks/`. Sections:
-model.py, actor.py (also ref, critic), data.py (also sft), algorithm.py, reward.py (also the reward models), rollout.py,
-trainer.py (also guards). section.py: their base. methods.py: named blocks of defaults. options.py: command lines.
+model.py, actor.py (also ref, critic), data.py (also sft), algorithm.py, reward.py (also the reward models), teachers.py,
+rollout.py, trainer.py (also guards). section.py: their base. methods.py: named blocks of defaults. options.py: command lines.
 tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their keys.
 """
 
@@ -42,6 +42,7 @@ from grpo_megatron.config.reward import (
 )
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import Needs, Section
+from grpo_megatron.config.teachers import HAS_TEACHERS, DistillationConfig, TeacherConfig
 from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, TrainerConfig
 from grpo_megatron.untrusted import redacted
 
@@ -62,6 +63,9 @@ class Config(Section):
     reward_model: Annotated[RewardModelConfig, Needs("reward_model.path")] = RewardModelConfig()
     reward_models: dict[str, ScoringModel] = {}
     """further frozen models: name -> model"""
+    teachers: dict[str, TeacherConfig] = {}
+    """models that the policy learns from: name -> teacher"""
+    distillation: Annotated[DistillationConfig, HAS_TEACHERS] = DistillationConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -122,10 +126,19 @@ class Config(Section):
         return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
 
     @property
+    def teacher_paths(self) -> list[Path]:
+        """Returns the folders of all teachers."""
+        return [teacher.path for teacher in self.teachers.values()]
+
+    @property
     def has_rule(self) -> bool:
-        """Says if a reward function scores the samples to train on. Frozen models that replace its reward need none."""
+        """Says if a reward function scores the samples to train on.
+
+        Frozen models that replace its reward need none, nor does the estimator `zero`.
+        """
         learns = self.reward_model.path is not None and self.algorithm.iteration_steps is not None
         is_replaced = bool(self.reward_paths) and self.reward_model.combine == "replace" and not learns
+        is_replaced |= self.algorithm.adv_estimator == "zero"
         return self.reward.function is not None or bool(self.reward.components) or not is_replaced
 
     @property

@@ -91,6 +91,7 @@ class Workload:
     frozen: int = 0  # parameters of a vision tower that are not trained
     image_tokens: float = 0.0  # of a prompt's tokens
     trains_tower: bool = False
+    teachers: tuple[Architecture, ...] = ()
 
     @property
     def sample_tokens(self) -> float:
@@ -154,6 +155,7 @@ class Workload:
             frozen=frozen_parameters(models.arch, actor.vision),
             image_tokens=min(data.max_prompt_length / 4, image_tokens(data, vision)[1]) if vision else 0.0,
             trains_tower=not actor.vision.is_frozen,
+            teachers=models.teachers,
         )
 
 
@@ -319,13 +321,16 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
 
 
 def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
-    """Estimates log-probabilities, scores of reward models, values, and the reference's way to the GPU."""
+    """Estimates log-probabilities, scores of reward models and teachers, values, and the way of frozen models to the GPU."""
     passes = work.scoring_passes + work.critic_share
-    if not passes:
-        return 0.0
-    weights = work.arch.num_parameters() * work.itemsize / (layout.tp * layout.pp)
-    offload = machine.host_seconds(weights) if layout.offload_reference else 0.0
-    return passes * pass_seconds(work, layout, machine, backward=False) + offload
+    models = [(work, passes)] if passes else []
+    models += [(replace(work, arch=arch, lora=None, trains_tower=False), 1.0) for arch in work.teachers]
+    seconds = 0.0
+    for of_model, count in models:
+        weights = of_model.arch.num_parameters() * work.itemsize / (layout.tp * layout.pp)
+        offload = machine.host_seconds(weights) if layout.offload_reference else 0.0
+        seconds += count * pass_seconds(of_model, layout, machine, backward=False) + offload
+    return seconds
 
 
 @dataclass(frozen=True)

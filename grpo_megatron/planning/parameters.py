@@ -58,6 +58,7 @@ class StageParameters:
 
 
 Stages = list[StageParameters]  # of a model
+TeacherStages = list[tuple[Architecture, Stages]]
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,18 @@ class StageMemory:
     critic_weights: float = 0.0
     trained: float = 0.0  # of `weights`: what is trained, with LoRA the adapters
     critic_trained: float = 0.0  # of `critic_weights`, likewise
+    teacher_weights: tuple[float, ...] = ()  # of each teacher
+    teacher_heads: float = 0.0  # their output heads' rows beside the policy's (distillation.top_k=0)
+    teacher_working: float = 0.0  # the most that a pass of a teacher needs besides
+
+    @property
+    def teachers(self) -> float:
+        return sum(self.teacher_weights) + self.teacher_heads
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.reward_model + self.critic
+        of_policy = self.weights + self.gradients + self.optimizer
+        return of_policy + self.reference + self.reward_model + self.critic + self.teachers
 
 
 def parameters_from_table(
@@ -185,16 +194,17 @@ class RunModels:
     reward_archs: tuple[Architecture, ...] = ()  # that of `reward_model.path` first
     critic: Architecture | None = None
     has_head: bool = True  # False: the policy learns to score, and has no output head
+    teachers: tuple[Architecture, ...] = ()  # in the order of the config
     _known: dict[tuple[object, ...], Stages] = field(default_factory=dict, repr=False, compare=False)
 
-    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None]:
-        """Counts every stage of the policy, of each reward model, of the critic. The layout must be valid."""
+    def stages(self, config: Config) -> tuple[Stages, list[Stages], Stages | None, TeacherStages]:
+        """Counts every stage of the policy, of each reward model, of the critic, of each teacher. The layout must be valid."""
         actor, critic = config.actor, None
         policy = self._stages(self.arch, config, has_output_head=self.has_head, lora=actor.lora, vision=actor.vision)
         rewards = [self._stages(arch, config, has_output_head=False) for arch in self.reward_archs]
         if self.critic is not None:
             critic = self._stages(self.critic, config, has_output_head=False, lora=config.critic.lora)
-        return policy, rewards, critic
+        return policy, rewards, critic, [(arch, self._stages(arch, config)) for arch in self.teachers]
 
     def _stages(self, arch: Architecture, config: Config, **of_model: Any) -> Stages:
         megatron = config.actor.megatron
@@ -213,8 +223,9 @@ def memory_of_stages(
     policy: list[StageParameters],
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None = None,
+    teachers: TeacherStages | tuple[()] = (),
 ) -> list[StageMemory]:
-    """Sizes each stage of the policy, of its reference if the method needs one, of all reward models, and of the critic.
+    """Sizes each stage of the policy, of its reference if the method needs one, and of all other models.
 
     A parameter has 2 bytes (bfloat16) or 4 of weights. A trained one has 4 of gradients and 8 of Adam, with bfloat16 4 more
     for a float32 copy. With algorithm.iteration_steps the first reward model, that of `reward_model.path`, is trained.
@@ -246,9 +257,25 @@ def memory_of_stages(
                 critic_weights=critic_weights,
                 trained=stage.trained.total * itemsize,
                 critic_trained=critic_trained,
+                **_teachers(config, number, teachers, is_last=number == len(policy) - 1),
             )
         )
     return out
+
+
+def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], *, is_last: bool) -> dict[str, Any]:
+    """Sizes what the teachers have on stage `number`: the fields of StageMemory."""
+    actor, distillation = config.actor, config.distillation
+    tp = actor.megatron.tensor_model_parallel_size
+    has_heads = is_last and distillation.kl != "sampled" and distillation.top_k == 0
+    weights, heads, working = [], 0.0, 0.0
+    for (arch, stages), section in zip(teachers, config.teachers.values(), strict=True):
+        itemsize = DTYPE_BYTES[section.dtype or config.model.dtype]
+        weights.append(stages[number].total * itemsize)
+        heads += has_heads * itemsize * arch.hidden_size * arch.padded_vocab_size(tp) / tp
+        of_head = is_last * head_bytes(arch, actor, itemsize, backward=False)
+        working = max(working, forward_bytes(arch, actor, itemsize), of_head)
+    return {"teacher_weights": tuple(weights), "teacher_heads": heads, "teacher_working": working}
 
 
 def _training(config: Config, world_size: int, stage: StageParameters) -> float:
@@ -405,6 +432,19 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
 def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     """Sizes the peak of a layer in a pass without gradients: about half of what it would keep for a backward pass."""
     return layer_bytes(arch, actor, itemsize) / 2
+
+
+def teacher_scores_bytes(config: Config, teachers: Sequence[Architecture], world_size: int) -> float:
+    """Sizes a step's scores of teachers on the host of a rank: per response token, the log-probability and the distribution."""
+    distillation, megatron, data = config.distillation, config.actor.megatron, config.data
+    if not teachers:
+        return 0.0
+    per_token = 4.0
+    if distillation.kl != "sampled":
+        states = max(arch.hidden_size for arch in teachers) * DTYPE_BYTES[config.model.dtype]
+        per_token += 4 * (2 * distillation.top_k + 1) if distillation.top_k else states
+    ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
+    return per_token * data.train_batch_size * config.rollout.n * data.max_response_length * ranks / world_size
 
 
 def head_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, backward: bool) -> float:

@@ -22,6 +22,7 @@ from grpo_megatron.planning.parameters import (
     RunModels,
     StageMemory,
     StageParameters,
+    TeacherStages,
     forward_bytes,
     head_bytes,
     image_tokens,
@@ -42,7 +43,7 @@ ESTIMATED = (
     *RESERVED_PARTS,
 )
 PARTS = (  # in the order of the plan's rows
-    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic"),
+    *("weights", "gradients", "copy of weights", "optimizer", "reference", "reward model", "critic", "teachers"),
     *("engine weights", "KV cache", *ESTIMATED),
 )
 
@@ -104,6 +105,7 @@ class _Rank:
         sync      the engine's weights are awake and receive the policy's, in buckets
         rollout   the engine has its whole budget: weights, activations, and the rest as the KV cache
         rewards   frozen reward models score the responses, one after the other
+        teachers  teachers score the responses, one after the other
         scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
         critic    values and the critic's update
         update    forward and backward passes, optimizer step
@@ -133,6 +135,10 @@ class _Rank:
         if self.config.has_rollouts or self._is_scored():
             yield self._phase("scoring", {**trained, **recorded, "reference": memory.reference, **self._forward()})
         trained["reference"] = 0.0 if megatron.offload_reference else memory.reference
+        if memory.teacher_weights:
+            onloaded = max(memory.teacher_weights) if megatron.offload_reference else 0.0
+            parts = {**trained, **recorded, "teachers": trained["teachers"] + onloaded}
+            yield self._phase("teachers", {**parts, "layer or logits": memory.teacher_working})
         if memory.critic:
             yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(self.critic)})
         yield self._phase("update", {**trained, **recorded, **self._backward(self.parameters)})
@@ -173,7 +179,8 @@ class _Rank:
         reward -= sum(memory.frozen_rewards) if megatron.offload_reference else 0
         critic = memory.critic_weights if megatron.offload_optimizer else memory.critic
         critic = 0.0 if self.config.critic.offload else critic
-        parts = {"gradients": memory.gradients, "optimizer": memory.optimizer}
+        teachers = memory.teacher_heads if megatron.offload_reference else memory.teachers
+        parts = {"gradients": memory.gradients, "optimizer": memory.optimizer, "teachers": teachers}
         return {**parts, "reward model": reward, "critic": critic}
 
     def _beside_engine(self, *, needs_reference: bool) -> dict[str, float]:
@@ -230,10 +237,11 @@ def memory_phases(
     policy: list[StageParameters],
     reward_models: Sequence[list[StageParameters]],
     critic: list[StageParameters] | None = None,
+    teachers: TeacherStages | tuple[()] = (),
     stage: int | None = None,
 ) -> list[Phase]:
     """Lists every phase of the run, each of the pipeline stage that needs most in it, or of one stage."""
-    memories = memory_of_stages(config, world_size, policy, reward_models, critic)
+    memories = memory_of_stages(config, world_size, policy, reward_models, critic, teachers)
     engine = engine_weights(config.rollout, arch, DTYPE_BYTES[config.model.dtype])
     reserved = reserved_bytes(config, arch, world_size)
 
@@ -373,7 +381,7 @@ def host_parts(config: Config, arch: Architecture, world_size: int, memory: Stag
     elif config.critic.offload:
         parts["offloaded optimizer"] = adam["critic"]
     if megatron.offload_reference:
-        parts["offloaded weights"] += memory.reference + sum(memory.frozen_rewards)
+        parts["offloaded weights"] += memory.reference + sum(memory.frozen_rewards) + sum(memory.teacher_weights)
     if config.critic.offload:
         parts["offloaded weights"] += memory.critic_weights
     if config.trainer.save_freq > 0:
@@ -435,7 +443,7 @@ def _remedies(config: Config, phase: Phase, device: float) -> Iterator[str]:
     if is_awake and "gradients" in phase.parts:
         yield "actor.megatron.offload_optimizer=true"
     if not megatron.offload_reference and (
-        ("reference" in phase.parts and phase.name != "scoring") or "reward model" in phase.parts
+        ("reference" in phase.parts and phase.name != "scoring") or {"reward model", "teachers"} & phase.parts.keys()
     ):
         yield "actor.megatron.offload_reference=true"
     if "critic" in phase.parts and not config.critic.offload and phase.name != "critic":

@@ -249,7 +249,7 @@ def border_traffic(config: Config, models: RunModels, work: Workload, world_size
         return []
     layout, tokens = Layout.of(config), work.samples * _length(config)
     hidden = tokens * models.arch.hidden_size * work.itemsize
-    policy, _, _ = models.stages(config)
+    policy, *_ = models.stages(config)
     sync = float(planned_for(config, models.arch, world_size).over_borders.sum()) if config.has_rollouts else 0.0
     forward, backward = work.scoring_passes + work.epochs, float(work.epochs)
     repeated = work.epochs if layout.recompute else 0

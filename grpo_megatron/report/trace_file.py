@@ -68,6 +68,7 @@ STAGES = {  # in the order in which a step computes them
     "scores": Stage("row", ("score",)),  # after reward models and penalties
     "old log-probabilities": Stage("row", MEANS),
     "reference log-probabilities": Stage("row", MEANS),
+    "teacher log-probabilities": Stage("row", MEANS),
     "values": Stage("row", MEANS),
     "corrections": Stage("row", MEANS),
     "advantages": Stage("row", MEANS),

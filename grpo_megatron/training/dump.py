@@ -32,7 +32,7 @@ from grpo_megatron.parallel.exchange import same_width
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.training.correction import build_loss
-from grpo_megatron.types import Batch, PromptImage, rows_of_mini_batch
+from grpo_megatron.types import Batch, PromptImage, TeacherScores, rows_of_mini_batch
 from grpo_megatron.untrusted import reason_of
 
 DUMP_FORMAT = 1
@@ -115,6 +115,11 @@ def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if (column := getattr(batch, name)) is not None:
             tensors[name] = column[rows].contiguous()
+    if (teacher := batch.teacher) is not None:
+        tensors |= {"teacher_logprobs": teacher.logprobs[rows], "teacher_weights": teacher.weights[rows]}
+        tensors["teacher_index"] = torch.tensor([teacher.index[row] for row in rows], dtype=torch.int64)
+        if top := [part for row in rows if teacher.top and (part := teacher.top[row]) is not None]:
+            tensors["teacher_top"] = torch.cat(top)
     placed = [(place, image) for place, row in enumerate(rows if batch.images else []) for image in batch.images[row]]
     if different := {image.digest: image for _, image in placed}:
         numbers, pixels = list(different), [image.pixels for image in different.values()]
@@ -178,14 +183,15 @@ def read_dump(folder: Path) -> Dump:
         if content["format"] != DUMP_FORMAT:
             raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {DUMP_FORMAT}")
         parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
+        config = Config.model_validate(content["config"])
         return Dump(
             folder,
             Incident(
                 content["step"], content["update"], content["guard"], content["problems"], float(content["grad_norm"])
             ),
-            Config.model_validate(content["config"]),
+            config,
             {name: float(value) for name, value in content["metrics"].items()},
-            _batch(parts),
+            _batch(parts, config),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ConfigError):
@@ -197,7 +203,7 @@ def read_dump(folder: Path) -> Dump:
         ) from error
 
 
-def _batch(parts: list[dict[str, Tensor]]) -> Batch:
+def _batch(parts: list[dict[str, Tensor]], config: Config) -> Batch:
     """Returns the rows of all ranks as one batch with one mini-batch, in the micro-batches of the run."""
     width = max(part["loss_mask"].shape[1] for part in parts)
     lengths = [part["lengths"].tolist() for part in parts]
@@ -211,6 +217,8 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
         part["routes"].split(own) if "routes" in part else [None] * len(own)
         for part, own in zip(parts, lengths, strict=True)
     ]
+    if "teacher_index" in parts[0]:
+        columns["teacher"] = _teacher(parts, width, config)
     columns["routes"] = same_width(list(chain(*routes)), list(chain(*lengths)))
     if any("images" in part for part in parts):
         columns["images"] = [row for n, part in enumerate(parts) for row in _images(n, part)]
@@ -225,6 +233,20 @@ def _batch(parts: list[dict[str, Tensor]]) -> Batch:
         rows=torch.cat([part["table_rows"] for part in parts]).tolist(),
         **columns,
     )
+
+
+def _teacher(parts: list[dict[str, Tensor]], width: int, config: Config) -> TeacherScores:
+    """Returns the scores of all rows. Distributions of the full vocabulary are not in a dump."""
+    objective, top = config.distillation, list[Tensor | None]()
+    logprobs, weights = (
+        torch.cat([torch.nn.functional.pad(part[name], (0, width - part[name].shape[1])) for part in parts])
+        for name in ("teacher_logprobs", "teacher_weights")
+    )
+    for part in parts:
+        if "teacher_top" in part:
+            top += part["teacher_top"].split((part["lengths"] - part["prompt_lengths"]).tolist())
+    index = torch.cat([part["teacher_index"] for part in parts]).tolist()
+    return TeacherScores(index, weights, logprobs, top=top, kl=objective.kl, beta=objective.beta)
 
 
 def _images(rank: int, part: dict[str, Tensor]) -> list[tuple[PromptImage, ...]]:
@@ -282,7 +304,8 @@ def recompute(dump: Dump) -> list[Comparison]:
         parts = (folder, config.model.dtype, arch, actor, mesh, device)
         policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
         policy.set_optimizer(actor.optim, 1)
-        (sums,), _ = policy.update(dump.batch, build_loss(actor), guard=measure)
+        loss = build_loss(actor, teachers=tuple(config.teachers), discount=config.distillation.discount)
+        (sums,), _ = policy.update(dump.batch, loss, guard=measure)
     finally:
         destroy_mesh()
     values = metric_values([metric_parts(sums)], actor) | {"grad_norm": norms[0]}

@@ -125,6 +125,7 @@ def batch_columns(batch: Batch) -> Columns:
     of_loss = {
         "old log-probabilities": batch.old_logprobs,
         "reference log-probabilities": batch.ref_logprobs,
+        "teacher log-probabilities": None if batch.teacher is None else batch.teacher.logprobs,
         "corrections": batch.correction,
     }
     of_response = {"values": batch.values, "advantages": batch.advantages, "token weights": batch.token_weights}

@@ -74,6 +74,7 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "scores": "a reward model, or the penalty of long responses",
     "old log-probabilities": "the trainer's forward pass: temperature, packing, precision, weights changed after the sync",
     "reference log-probabilities": "the reference: another folder, or renewed at another step",
+    "teacher log-probabilities": "a teacher: another folder, or other prompts of it",
     "values": "the critic",
     "corrections": "the rollout correction",
     "advantages": "the advantage estimator, or a group with another member",

@@ -156,6 +156,27 @@ def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
     assert line.startswith("reward_model.path=") and "does not divide the model's 3 layers" in line
 
 
+def test_a_teacher_must_fit_the_policy(run: Path, tmp_path: Path) -> None:
+    """Its layers, its vocabulary and its tokens; of another family and size it fits."""
+    sizes = {**runs.SIZES, "num_hidden_layers": 3, "num_key_value_heads": 4}
+    path = ["teachers.large.path=REWARD"]
+    smaller = tiny.make_model(tmp_path / "smaller", "mistral", **{**sizes, "vocab_size": 90})
+    runs.write_tokenizer(smaller)
+    assert any("it has no probability of the ids from 90 on" in line for line in problems(run, smaller, path))
+    other = tiny.make_model(tmp_path / "model", "mistral", **{**sizes, "vocab_size": 128})
+    runs.write_tokenizer(other)
+    assert problems(run, other, [*path, "algorithm.adv_estimator=zero"]) == []
+    (line,) = problems(run, other, [*path, "actor.megatron.pipeline_model_parallel_size=2"])
+    assert line.startswith("teachers.large.path=") and "does not divide the model's 3 layers" in line
+    runs.write_tokenizer(other, [*runs.VOCABULARY[:-2], *reversed(runs.VOCABULARY[-2:])])
+    (line,) = problems(run, other, path)
+    assert f"has another tokenizer than the policy: token {runs.VOCABULARY[-2]!r}" in line
+    (other / "model.safetensors").unlink()
+    assert any(
+        "teachers.large.path" in line and "fetch the folder again" in line for line in problems(run, other, path)
+    )
+
+
 def test_the_tokens_must_be_the_policys(run: Path, tmp_path: Path) -> None:
     other = changed(run, tmp_path / "model")
     runs.write_tokenizer(other, [*runs.VOCABULARY[:4], *reversed(runs.VOCABULARY[4:])])
@@ -203,7 +224,7 @@ def test_the_plan_counts_the_critic(run: Path) -> None:
         " alone before step 1"
     )
     assert row in " ".join(plan.split())  # it is wrapped
-    policy, _, critic = checked.models.stages(config)
+    policy, _, critic, _ = checked.models.stages(config)
     assert critic is not None and critic[0].total == policy[0].total - checked.arch.padded_vocab_size(1) * 64
     (memory,) = memory_of_stages(config, 2, policy, [], critic)
     assert memory.critic_weights == 4 * critic[0].total and memory.critic == (4 + 4 + 8 / 2) * critic[0].total

@@ -106,6 +106,7 @@ SHORT = {  # in CASES
     " algorithm.source=file actor.use_kl_loss=false trainer.val_before_train=false trainer.test_freq=-1",
     "PLAYS": "rollout.multi_turn.environment",
     "PARTS": "reward.components",
+    "TEACHER": "teachers.t.path=t",
     "RATES": "data.sampling.pass_rates=p",
 }
 CASES = r"""
@@ -120,6 +121,17 @@ actor.loss_mode=OWN:preference algorithm.adv_estimator=OWN:pairs => =seq-mean-to
 DPO => actor.loss_mode=dpo needs pairs, and algorithm.adv_estimator='grpo' makes none
 DPO PAIRS actor.ppo_micro_batch_size_per_gpu=1 => has no room for a pair
 DPO PAIRS actor.ppo_max_token_len_per_gpu=4000 => 2 x (data.max_prompt_length + data.max_response_length) = 6144
+algorithm.adv_estimator=zero => leaves all that is learnt to teachers
+distillation.kl=forward => distillation.kl=forward has no effect with teachers={}; set teachers
+TEACHER distillation.beta=0.3 => has no effect with distillation.kl=sampled; set distillation.kl=jsd
+TEACHER distillation.top_k=8 => set another distillation.kl
+TEACHER distillation.kl=reverse distillation.discount=0.5 => has no effect with distillation.kl=reverse
+TEACHER teachers.from_token_2.path=t => the name is part of metric names
+TEACHER teachers.u.path=t => teachers has 2, and nothing says which of them scores a row
+TEACHER SCORE => trains a model that scores, without a head over the vocabulary; leave teachers out
+TEACHER SFT => actor.loss_mode=sft has no ratio to these; set distillation.kl=forward, or loss_mode=
+TEACHER DPO PAIRS distillation.kl=forward => compares pairs
+TEACHER model.exact=true => is not made for teachers
 algorithm.source=initial => actor.loss_mode=vanilla is only for those; set loss_mode=dpo or sft
 algorithm.source=initial actor.loss_mode=sft ref.path=other => ref.path names another
 algorithm.source=initial algorithm.replay.ratio=0.5 actor.loss_mode=sft => keeps samples of the policy

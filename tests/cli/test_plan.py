@@ -356,7 +356,7 @@ def test_a_search_counts_critic_and_reward_models(tmp_path: Path) -> None:
     keys = [f"reward_model.path={tmp_path}", "algorithm.adv_estimator=gae", "actor.use_kl_loss=false"]
     config = load_config(EXAMPLE, keys)
     models = read_models(config)
-    policy, rewards, critic = models.stages(config)
+    policy, rewards, critic, _ = models.stages(config)
     assert len(rewards) == 1 and critic is not None and [stage.layers for stage in rewards[0]] == [2, 2, 2, 2]
     assert critic[-1].total < policy[-1].total  # no output head
     work = Workload.of(config, models)

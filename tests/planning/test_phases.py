@@ -197,6 +197,20 @@ def test_lora_trains_and_keeps_adapters_only() -> None:
     assert memory.critic - memory.critic_weights == (4 + 12 / 8) * adapters
 
 
+def test_teachers_sleep_and_score_one_after_the_other() -> None:
+    """Two of the policy's size; the second in float32. With all ids, rows of their heads stay beside the policy's."""
+    teachers = {"a": {"path": "a"}, "b": {"path": "b", "dtype": "float32"}}
+    models, head = RunModels(arch_8b(), teachers=(arch_8b(), arch_8b())), 128_256 * 4096
+    for objective, heads in (({}, 0), ({"kl": "forward", "top_k": 0}, (2 + 4) * head)):
+        config = config_of(WITH_GRADIENTS, teachers=teachers, distillation=objective)
+        phases = {one.name: one for one in memory_phases(config, arch_8b(), 8, *models.stages(config))}
+        assert phases["teachers"].parts["teachers"] == 4 * P + heads
+        assert phases["update"].parts.get("teachers", 0) == heads
+        (memory,) = memory_of_stages(config, 8, *models.stages(config))
+        assert memory.teacher_weights == (2 * P, 4 * P)
+        assert host_parts(config, arch_8b(), 8, memory)["offloaded weights"] == 2 * P * bool(memory.reference) + 6 * P
+
+
 def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
     """A save of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere.
 

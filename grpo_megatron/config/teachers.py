@@ -1,0 +1,39 @@
+"""The sections `teachers` and `distillation`: models that the policy learns from, and what it learns of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from grpo_megatron.config.section import Needs, Section
+
+
+class TeacherConfig(Section):
+    """One teacher, under a name of its own. It is frozen, and reads the policy's token ids."""
+
+    path: Path
+    """Hugging Face folder of a model with the policy's vocabulary, of any family and size"""
+    coefficient: float = Field(1.0, gt=0, le=1e4)
+    """multiplies its term in the loss"""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """of its weights; null: model.dtype"""
+
+
+HAS_TEACHERS = Needs("teachers")
+
+
+class DistillationConfig(Section):
+    """The objective of the teachers (algo/distillation.py)."""
+
+    kl: Literal["sampled", "forward", "reverse", "jsd"] = "sampled"
+    """sampled: the reverse KL of the sampled tokens, in the advantages; others: a divergence of distributions, in the loss"""
+    beta: Annotated[float, Needs(".kl=jsd"), HAS_TEACHERS] = Field(0.5, gt=0, lt=1)
+    """jsd: the teacher's share of the mixture (GKD); towards 0 it is the forward KL, towards 1 the reverse one"""
+    top_k: Annotated[int, Needs(".kl!=sampled"), HAS_TEACHERS] = Field(64, ge=0, le=4096)
+    """the teacher's best ids of each token; all others together are one more. 0: the whole vocabulary"""
+    discount: Annotated[float, Needs(".kl=sampled"), HAS_TEACHERS] = Field(0.0, ge=0, le=1)
+    """sampled: a token's term is the discounted sum of its own and all later ones; 0: its own"""
+    loss_agg_mode: str | None = None
+    """the weight of each token in the teachers' term: a name as in actor.loss_agg_mode, which null takes"""

@@ -1,0 +1,113 @@
+"""Teachers beside the policy, in runs of a step: what they score, what the policy learns of it, in every layout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grpo_megatron
+from tests.runs import SIZES, make_run, write_rows, write_tokenizer
+from tests.tiny import make_model, transformers_logprobs
+from tests.worlds import ranks
+
+SETTINGS = [
+    *("rollout.engine=transformers", "rollout.n=3", "rollout.temperature=0.7", "data.train_batch_size=4"),
+    *("trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.val_before_train=false"),
+    *("trainer.save_hf_at_end=false", "trainer.save_freq=-1", "trainer.logger=[jsonl]", "actor.use_kl_loss=false"),
+]
+ALONE = ["algorithm.adv_estimator=zero"]  # and no reward
+TP, PP = ("actor.megatron.tensor_model_parallel_size=2", "actor.megatron.pipeline_model_parallel_size=2")
+
+
+@ranks()
+def steps(folder: Path, cases: list[list[str]]) -> list[dict[str, Any]]:
+    """For each case, what one step of this rank has: its rows, their teacher's scores, the metrics."""
+    from unittest import mock
+
+    from megatron.core.parallel_state import destroy_model_parallel
+
+    from grpo_megatron import run as run_module
+
+    results = []
+    for number, overrides in enumerate(cases):
+        settings = [*SETTINGS, *overrides, f"trainer.n_gpus_per_node={os.environ['WORLD_SIZE']}"]
+        settings.append(f"trainer.output_dir={folder / str(number)}")
+        with (
+            mock.patch.object(run_module, "destroy_mesh", destroy_model_parallel),  # the world is used again
+            grpo_megatron.open(folder / "run.yaml", settings) as run,
+        ):
+            batch = run.batch(run.sample(run.prompts[:4]))
+            pairs = [(t[:p].tolist(), t[p:].tolist()) for t, p in zip(batch.tokens, batch.prompt_lengths, strict=True)]
+            metrics = [
+                run.forward_backward(batch, mini_batch=n) | run.optim_step() for n in range(len(batch.mini_batches))
+            ]
+            results.append({"pairs": pairs, "batch": batch, "metrics": metrics, "rewards": batch.table.reward})
+    return results
+
+
+def make_teachers(folder: Path) -> None:
+    """A run in `folder`, and beside it a teacher of another family and size, and prompts without answers."""
+    make_run(folder)
+    make_model(folder / "large", "mistral", seed=3, **{**SIZES, "num_hidden_layers": 4, "vocab_size": 128})
+    write_tokenizer(folder / "large")
+    write_rows(folder / "prompts.jsonl", [{"prompt": f"{n} + 1 ="} for n in range(9)])
+
+
+def same(folder: Path) -> list[str]:
+    return [f"teachers.t.path={folder / 'model'}"]
+
+
+def large(folder: Path) -> list[str]:
+    return [f"teachers.t.path={folder / 'large'}", f"data.train_files=[{folder / 'prompts.jsonl'}]"]
+
+
+FORWARD, JSD = ([f"distillation.{one}" for one in ones] for ones in (("kl=forward", "top_k=0"), ("kl=jsd", "beta=0.3")))
+REVERSE = ["distillation.kl=reverse", "distillation.top_k=8", "actor.ppo_mini_batch_size=2"]
+SAMPLED = ["actor.ppo_mini_batch_size=2"]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, [SAMPLED, ["actor.share_prompts=true"], JSD]),
+        (2, [SAMPLED, [*SAMPLED, TP], [*SAMPLED, PP], [*FORWARD, TP], [*REVERSE, PP], [*FORWARD, PP]]),
+    ],
+)
+def test_a_teacher_that_is_the_policy_teaches_nothing(tmp_path: Path, world: int, cases: list[list[str]]) -> None:
+    """The sampled term is exactly 0, and so is a divergence and the gradient; also where the batch has two optimizer steps."""
+    make_teachers(tmp_path)
+    settings = [[*same(tmp_path), *ALONE, *case] for case in cases]
+    for case, results in zip(cases, zip(*steps(world, folder=tmp_path, cases=settings), strict=True), strict=True):
+        for result in results:
+            assert len(result["metrics"]) == 1 + ("actor.ppo_mini_batch_size=2" in case)
+            for metrics in result["metrics"]:
+                assert metrics["distillation/reverse_kl"] == 0 and metrics["actor/grad_norm"] == 0
+                assert metrics.get("distillation/divergence", 0) == 0
+
+
+def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Path) -> None:
+    """Without any reward; the log-probabilities are transformers', at the temperature of the rollout."""
+    make_teachers(tmp_path)
+    modes = [[], ["distillation.loss_agg_mode=seq-mean-token-mean", "teachers.t.coefficient=0.5"]]
+    cases = [[*large(tmp_path), *ALONE, *mode] for mode in modes]
+    results = steps(2, folder=tmp_path, cases=cases)
+    counts = [len(response) for rank in results for _, response in rank[0]["pairs"]]
+    assert len(counts) == 12  # rows without a reward are in the loss
+    for rank in results:
+        for number, result in enumerate(rank):
+            batch, metrics = result["batch"], result["metrics"][0]
+            assert all(reward != reward for reward in result["rewards"]) and metrics["actor/grad_norm"] > 0
+            expected = transformers_logprobs(tmp_path / "large", result["pairs"], 0.7)
+            total = 0.0
+            for row, logprobs in enumerate(expected):
+                torch.testing.assert_close(batch.teacher.logprobs[row, : len(logprobs)], logprobs, atol=2e-5, rtol=0)
+                weight = 0.5 / len(counts) / len(logprobs) if number else 1 / sum(counts)
+                expected_weights = torch.full((len(logprobs),), weight)
+                torch.testing.assert_close(batch.teacher.weights[row, : len(logprobs)], expected_weights)
+                assert bool((batch.teacher.weights[row, len(logprobs) :] == 0).all())
+                total += float(logprobs.sum())
+            assert total < 0 and metrics["distillation/reverse_kl"] != 0
