@@ -4,6 +4,7 @@ options.py      the options of the actions
 conversion.py   to-megatron, to-hf and merge; inspection.py: verify and inspect, and the command
 source.py       a model in either format as Hugging Face tensors; the kinds HFFolder and megatron.py, which write them too
 adapters.py     adapters and their base, as a third kind
+family.py       verify of one folder: a model family and transformers, the one file with a model
 layout.py       names and places of the tensors in a distributed checkpoint
 output.py       the output folder and its files, hashed while they are written; progress
 """

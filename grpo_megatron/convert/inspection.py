@@ -140,7 +140,11 @@ class TensorComparison:
 
 
 def verify(options: VerifyOptions) -> int:
-    """Compare two models and print the differences; returns 1 if there is one."""
+    """Compare two models and print the differences; returns 1 if there is one. One model: its family and transformers."""
+    if options.b is None:
+        from grpo_megatron.convert.family import prove_family  # Megatron-Core, which no other action imports
+
+        return prove_family(options.a, options.family, options.changes or {})
     a, b = (open_source(path, hf=options.hf, family=options.family) for path in (options.a, options.b))
     pairs = ((f.name, getattr(a.arch, f.name), getattr(b.arch, f.name)) for f in fields(a.arch))
     other = [f"{name}: {left!r} != {right!r}" for name, left, right in pairs if left != right]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from grpo_megatron.config.options import Argument, Option, Options
 
@@ -82,9 +82,12 @@ class MergeOptions(ToHfOptions):
 class VerifyOptions(ConvertOptions):
     """The options of `convert verify`."""
 
-    summary = "compare two models, Hugging Face or Megatron, tensor by tensor"
-    a: Annotated[Path, Argument("a folder or checkpoint", "A")]
-    b: Annotated[Path, Argument("the other one", "B")]
+    summary = "compare two models tensor by tensor, or a family with transformers on small random weights"
+    a: Annotated[Path, Argument("a folder or checkpoint; without B, a folder with a config.json", "A")]
+    b: Annotated[Path | None, Argument("the other one", "B")] = None
+    changes: Annotated[
+        dict[str, Any] | None, Option("without B: values of config.json that make the model small", "JSON")
+    ] = None
     no_hashes: Annotated[bool, Option("compare tensors only")] = False
     dtype: Annotated[_Dtype | None, Option("round both to this dtype first (default: compare bits)")] = None
     tolerance: Annotated[
