@@ -682,4 +682,5 @@ class LanguageModel(ShardedModel):
         assert arch.vocab_size >= self.arch.vocab_size, "checks refuse it"
         size = self.arch.padded_vocab_size(self.mesh.tp) // self.mesh.tp
         first, end = (min(self.arch.vocab_size, size * (self.mesh.tp_rank + i)) for i in range(2))
-        return read_head_rows(folder, arch, first, end).to(self.device.torch_device, dtype)
+        # A copy, because products with rows in unaligned memory of a file may have other bits than those of the policy.
+        return read_head_rows(folder, arch, first, end).to(self.device.torch_device, dtype, copy=True)

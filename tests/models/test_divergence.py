@@ -402,6 +402,34 @@ def test_gradients_equal_transformers(
             near(got, wanted[case])
 
 
+@ranks()
+def own_teacher(folder: Path, layout: Layout, is_shared: bool) -> dict[str, float]:
+    """The largest gradients where the reference of the policy is its teacher, in the micro-batches of the update."""
+    policy, results = build(folder, layout, temperature=0.7), {}
+    teacher = Reference.load(folder, "float32", policy.arch, policy.actor, policy.mesh, policy.device, temperature=0.7)
+    for kind, k in (("sampled", 0), ("forward", 0), ("forward", 8), ("reverse", 1), ("jsd", 0)):
+        batch = local_batch(PAIRS, policy.mesh, 2)
+        batch.shares_prompts, batch.old_logprobs, batch.advantages = is_shared, None, 0 * batch.advantages
+        scores = TeacherScores([0] * len(batch), batch.token_weights, teacher.logprobs(batch))
+        if kind != "sampled":
+            scores.logprobs, parts = teacher.distribution(batch, k, policy.arch.vocab_size)
+            scores = replace(scores, kl=kind, **{"top" if k else "states": parts})
+            scores.heads = [policy.teacher_head(folder, policy.arch, torch.float32)]
+        batch.teacher = scores
+        loss = build_loss(ActorConfig.model_validate({"use_kl_loss": False}), teachers=("a",), discount=0.9)
+        sums = policy.forward_backward(batch, batch.mini_batches[0], loss).sums
+        largest = [part.abs().max().item() for part in named_gradients(policy).values()]
+        terms = [sums[name].total.item() for name in sums if name.startswith("distillation/") and "agree" not in name]
+        results[f"{kind} {k}"] = max(map(abs, (*largest, *terms)))
+    return results
+
+
+@pytest.mark.parametrize(("layout", "is_shared"), [("1", True), ("DP2", False), ("TP2xPP2+SP", True)])
+def test_a_teacher_that_is_the_policy_has_no_gradient(folders: list[Path], layout: str, is_shared: bool) -> None:
+    for results in own_teacher(LAYOUTS[layout].world, folder=folders[0], layout=LAYOUTS[layout], is_shared=is_shared):
+        assert set(results.values()) == {0.0}, results
+
+
 def test_faults_of_other_trainers_are_noticed(folders: list[Path], wanted: dict[Case, Tensors]) -> None:
     """Swapped KL directions, scores at another temperature or of another prompt or row, denominators, gradients."""
     cases = [(case, fault) for fault, (case, _) in FAULTS.items()]
