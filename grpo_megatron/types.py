@@ -74,6 +74,10 @@ class Prompt:
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
     images: tuple[PromptImage, ...] = field(default=(), kw_only=True)  # in the order of their places
     weight: float = field(default=1.0, kw_only=True)  # how often it is sampled, relative to the other prompts
+    teacher: str = field(default="", kw_only=True)  # the name of the one that scores the responses; "": the only one
+    teacher_ids: tuple[int, ...] = field(
+        default=(), kw_only=True
+    )  # what that one reads as the prompt; empty: prompt_ids
 
 
 @dataclass(frozen=True)
@@ -315,6 +319,9 @@ class Batch:
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
     teacher: TeacherScores | None = None  # None: no distillation
+    teacher_prompts: list[tuple[str, tuple[int, ...]]] = field(
+        default_factory=list
+    )  # Prompt.teacher, .teacher_ids of each row
     table: GroupTable | None = None  # of the whole step; None: made by hand
     plan: Plan | None = None  # that `table` was made into
     # experts of known routes in the last backward pass: those that this rank's routers would have chosen too, and all

@@ -18,7 +18,7 @@ from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.images import ImageFormat
-from grpo_megatron.data.prompts import load_prompts, parsed_row
+from grpo_megatron.data.prompts import TeacherColumns, load_prompts, parsed_row
 from grpo_megatron.data.responses import (
     PAIR_ROWS,
     STEP_ROWS,
@@ -192,7 +192,9 @@ def read_train_prompts(
     for source in sources_of(config):
         reward = source.reward or reward_name(config.reward) if config.has_rule else BY_MODEL
         key = "data.train_files" if source.name is None else f"{source.key}.files"
-        prompts = _read_prompts(config, source, key, source.files, tokenizer, environment, reward, is_plan=is_plan)
+        teachers = TeacherColumns(config.distillation.key, config.teachers) if config.teachers else None
+        read = config, source, key, source.files, tokenizer, environment, reward
+        prompts = _read_prompts(*read, is_plan=is_plan, teachers=teachers)
         if source.name is not None and prompts:
             parts.append(SourcePrompts(source.name, prompts, source.weight or len(prompts)))
     if config.data.sources:
@@ -225,14 +227,14 @@ def _read_prompts(
     reward: str | None,
     max_samples: int | None = None,
     is_plan: bool = False,
+    teachers: TeacherColumns | None = None,
 ) -> Sequence[Prompt]:
     renderer = environment.renderer if environment else None
     named = "" if grades_itself(config) else reward
 
     def load() -> Sequence[Prompt]:
-        return load_prompts(
-            source.data, files, tokenizer, named, max_samples, renderer, source=source.name, is_plan=is_plan
-        )
+        read = source.data, files, tokenizer, named, max_samples, renderer
+        return load_prompts(*read, source=source.name, is_plan=is_plan, teachers=teachers)
 
     return _read(key, files, tokenizer, lambda row: parsed_row(get_task(source.data.task), reward, row), load)
 

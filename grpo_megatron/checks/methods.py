@@ -377,8 +377,7 @@ def _distillation(config: Config) -> Problems:
                 f"{marked(f'teachers.{name}')}: the name is part of metric names (distillation/reverse_kl/{name}); use letters,"
                 " digits, - and _, beginning with a letter, and not from_token_"
             )
-    if len(config.teachers) > 1:
-        yield f"{marked('teachers')} has {len(config.teachers)}, and nothing says which of them scores a row; leave one"
+    yield from _teachers(config)
     if facts.scores:
         yield f"{k.actor.loss_mode} trains a model that scores, without a head over the vocabulary; leave teachers out"
     elif facts.is_likelihood and config.distillation.kl == "sampled":
@@ -390,6 +389,37 @@ def _distillation(config: Config) -> Problems:
         yield f"{k.actor.loss_mode} compares pairs, whose weights are not those of single tokens; leave teachers out"
     if config.model.exact:
         yield f"{k.model.exact} is not made for teachers; set it to false, or leave teachers out"
+
+
+def _teachers(config: Config) -> Problems:
+    """Checks each teacher: what it is, which rows it scores, what it reads of them."""
+    k, objective, owners = keys_of(config), config.distillation, dict[str, str]()
+    if len(config.teachers) > 1 and objective.key is None:
+        yield (
+            f"{marked('teachers')} has {len(config.teachers)}, and nothing says which of them scores a row; set"
+            f" {k.distillation.key:key} to a column"
+        )
+    if config.algorithm.source == "file" and objective.key is not None:
+        yield f"{k.distillation.key} chooses by a column of prompts, and {k.algorithm.source} has responses; leave it out"
+    for name, teacher in config.teachers.items():
+        key = marked(f"teachers.{name}")
+        if (teacher.path is None) == (teacher.self is None):
+            yield f"{key} needs either path, or self=start or current; set one of them"
+        if teacher.self is not None and teacher.dtype is not None:
+            yield f"{key}.dtype={teacher.dtype}: it is the policy, in model.dtype; leave dtype out"
+        if teacher.self == "current":
+            if teacher.prompt_column is None:
+                yield f"{key}.self=current is the policy itself, which teaches nothing without a prompt_column; set one"
+            if objective.kl != "sampled" and objective.top_k == 0:
+                yield f"{key}.self=current has another output head in each step; set {k.distillation.top_k:key}=64, say"
+        if teacher.key is not None and objective.key is None:
+            yield f"{key}.key={teacher.key!r} has no effect without a column; set {k.distillation.key:key}, or leave it out"
+        if (other := owners.setdefault(teacher.key or name, name)) != name:
+            yield f"{key} and teachers.{other} have the key {teacher.key or name!r}; a row has one teacher: change one"
+        if teacher.max_prompt_length is not None and teacher.prompt_column is None:
+            yield f"{key}.max_prompt_length has no effect without prompt_column; leave it out"
+        if teacher.prompt_column is not None and config.algorithm.source == "file":
+            yield f"{key}.prompt_column is for responses that are sampled, and {k.algorithm.source}; leave it out"
 
 
 # -- The number of steps, and learning-rate schedules ------------------------------------------------------------------

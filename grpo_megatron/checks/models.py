@@ -168,7 +168,10 @@ class ModelFolders:
         teachers = {}
         for name, teacher in config.teachers.items():
             key = f"{TEACHERS}{name}.path"
-            if (of_teacher := problems.attempt(key, read_model, teacher.path, key)) is not None:
+            of_teacher = arch  # the policy itself
+            if teacher.path is not None:
+                of_teacher = problems.attempt(key, read_model, teacher.path, key)
+            if of_teacher is not None:
                 teachers[name] = of_teacher
         are_complete = arch is not None and (len(beside), len(teachers)) == (len(wanted), len(config.teachers))
         return cls(arch, scored, beside, are_complete, teachers)
@@ -205,7 +208,7 @@ class ModelFolders:
                 problems.attempt("ref.path model.path", check_reference, config, self.arch)
         for name, arch in self.teachers.items():
             key, path = f"{TEACHERS}{name}.path", config.teachers[name].path
-            if not elsewhere or has_weights(path):
+            if path is not None and (not elsewhere or has_weights(path)):
                 problems.attempt(key, check_complete, key, check_hf, path, arch)
         for key, folder in self.beside.items():
             if elsewhere and not has_weights(folder.path):
@@ -239,10 +242,11 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
         named = f"{marked(f'{key}.path')}={str(folder.path)!r}"
         yield from _second_model_problems(config, world_size, folders.arch, folder.path, folder.arch, named)
     for name, arch in folders.teachers.items():
-        path = config.teachers[name].path
-        named = f"{marked(f'{TEACHERS}{name}.path')}={str(path)!r}"
-        yield from _second_model_problems(config, world_size, folders.arch, path, arch, named)
-        yield from _teacher_problems(config, folders.arch, arch, named)
+        path, named = config.teachers[name].path, marked(f"{TEACHERS}{name}")
+        if path is not None:
+            named = f"{marked(f'{TEACHERS}{name}.path')}={str(path)!r}"
+            yield from _second_model_problems(config, world_size, folders.arch, path, arch, named)
+        yield from _teacher_problems(config, name, folders.arch, arch, named)
 
 
 def second_layout_problems(config: Config, world_size: int, arch: Architecture) -> Problems:
@@ -271,8 +275,20 @@ def _second_model_problems(
         yield from _vocabulary_problems(config, policy, path, arch, named)
 
 
-def _teacher_problems(config: Config, policy: Architecture | None, arch: Architecture, named: str) -> Problems:
+def _teacher_problems(
+    config: Config, name: str, policy: Architecture | None, arch: Architecture, named: str
+) -> Problems:
     """Checks a teacher, which scores every token that the policy may sample."""
+    k, teacher = keys_of(config).data, config.teachers[name]
+    if teacher.prompt_column is not None:
+        prompt = teacher.max_prompt_length or config.data.max_prompt_length
+        total = prompt + config.data.max_response_length
+        if arch.max_position_embeddings is not None and total > arch.max_position_embeddings:
+            yield (
+                f"{named}: its prompts of {prompt} tokens ({marked(f'{TEACHERS}{name}.max_prompt_length')}) +"
+                f" {k.max_response_length:key} = {total} exceed its max_position_embeddings"
+                f" {arch.max_position_embeddings}; lower one of them"
+            )
     if policy is not None and arch.vocab_size < policy.vocab_size:
         yield (
             f"{named} has {arch.vocab_size} rows of vocabulary, and the policy {policy.vocab_size}: it has no probability of"

@@ -128,7 +128,7 @@ class Config(Section):
     @property
     def teacher_paths(self) -> list[Path]:
         """Returns the folders of all teachers."""
-        return [teacher.path for teacher in self.teachers.values()]
+        return [teacher.path for teacher in self.teachers.values() if teacher.path is not None]
 
     @property
     def has_rule(self) -> bool:

@@ -13,8 +13,16 @@ from grpo_megatron.config.section import Needs, Section
 class TeacherConfig(Section):
     """One teacher, under a name of its own. It is frozen, and reads the policy's token ids."""
 
-    path: Path
+    path: Path | None = None
     """Hugging Face folder of a model with the policy's vocabulary, of any family and size"""
+    self: Literal["start", "current"] | None = None
+    """instead of a path: the policy itself, as it starts or as it is; with a prompt_column"""
+    key: str | None = None
+    """the value of the column distillation.key in the rows that it scores; null: its name"""
+    prompt_column: str | None = None
+    """the column with what it reads as the prompt, text or chat messages; null: what the policy reads"""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """most tokens of that prompt; null: data.max_prompt_length"""
     coefficient: float = Field(1.0, gt=0, le=1e4)
     """multiplies its term in the loss"""
     dtype: Literal["bfloat16", "float32"] | None = None
@@ -35,5 +43,7 @@ class DistillationConfig(Section):
     """the teacher's best ids of each token; all others together are one more. 0: the whole vocabulary"""
     discount: Annotated[float, Needs(".kl=sampled"), HAS_TEACHERS] = Field(0.0, ge=0, le=1)
     """sampled: a token's term is the discounted sum of its own and all later ones; 0: its own"""
+    key: str | None = None
+    """the column whose value chooses a row's teacher; null: there is one"""
     loss_agg_mode: str | None = None
     """the weight of each token in the teachers' term: a name as in actor.loss_agg_mode, which null takes"""

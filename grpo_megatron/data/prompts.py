@@ -22,14 +22,15 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from grpo_megatron.config import ConfigError, DataConfig
+from grpo_megatron.config import ConfigError, DataConfig, TeacherConfig
 from grpo_megatron.data.images import IMAGE_MARK, has_images
-from grpo_megatron.data.rows import Messages, Question, RowSet
+from grpo_megatron.data.rows import Messages, Question, RowSet, read_question
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, render_chat, tokenizer_classes
 from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
+from grpo_megatron.untrusted import shown
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def load_prompts(
     *,
     source: str | None = None,
     is_plan: bool = False,
+    teachers: TeacherColumns | None = None,
 ) -> LazySequence[Prompt]:
     """Load the prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
@@ -62,14 +64,14 @@ def load_prompts(
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
     the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
     `source`: the name in data.sources, instead of the task's. `is_plan`: this process samples nothing, so of SAMPLED_FROM rows
-    and more only a sample of the lengths is measured, and no prompt is dropped.
+    and more only a sample of the lengths is measured, and no prompt is dropped. `teachers`: those of the rows.
     """
     task = get_task(data.task)
     if reward_override is None and task.reward is None and not task.rewards:
         raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
     rows = RowSet(files, source or task.name, image_format(tokenizer))
     used = min(len(rows), max_samples or len(rows))
-    reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source)
+    reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source, teachers)
     is_sampled = is_plan and len(rows) >= SAMPLED_FROM
     numbers = {name: number for number, name in enumerate(task.reward_names)}
     kinds, fits, measured = np.zeros(used, np.int8), np.ones(used, np.bool_), 0
@@ -79,6 +81,8 @@ def load_prompts(
         if renderer and has_images(row):
             raise ValueError("has images, and an environment's prompts have none; unset rollout.multi_turn.environment")
         reader.check_images(parsed[0], row)
+        if teachers is not None:
+            teachers.of(row)
         return parsed
 
     for chunk in rows.parsed(parse):
@@ -87,6 +91,8 @@ def load_prompts(
         parsed_rows = parsed_rows[:SAMPLED_PER_CHUNK] if is_sampled else parsed_rows
         questions = [(number, parsed[0]) for number, parsed in parsed_rows]
         fits[[number for number, _ in questions]] = reader.fit(questions)
+        for number, parsed in parsed_rows if teachers is not None else ():
+            reader.of_teacher(number, parsed[3])  # raises
         measured += len(questions)
     what = f"prompts are longer than {data.max_prompt_length} tokens"
     table = partial(keep_fitting, data, fits, kinds, reader.make, what, rows.uid)
@@ -94,6 +100,29 @@ def load_prompts(
         table(measured)  # warns
         fits[:] = True
     return table(measured)
+
+
+@dataclass(frozen=True)
+class TeacherColumns:
+    """The columns that tell a row's teacher, and what it reads. `key`: distillation.key."""
+
+    key: str | None
+    teachers: Mapping[str, TeacherConfig]
+
+    def of(self, row: Mapping[str, Any]) -> tuple[str, Question | None]:
+        """Find the name of the row's teacher, and its own prompt. Raises ValueError."""
+        name = next(iter(self.teachers))
+        if self.key is not None:
+            value = row.get(self.key)
+            names = {teacher.key or name: name for name, teacher in self.teachers.items()}
+            if not isinstance(value, str) or value not in names:
+                raise ValueError(
+                    f"distillation.key: column {self.key!r} is {shown(value)}, and no teacher has this key"
+                    f" ({', '.join(names)}); add one, or take the row out"
+                )
+            name = names[value]
+        column = self.teachers[name].prompt_column
+        return name, None if column is None else read_question(dict(row), column)
 
 
 @dataclass(frozen=True)
@@ -224,13 +253,41 @@ class PromptReader(RowRenderer):
 
     reward: str | None
     source: str | None
+    teachers: TeacherColumns | None = None
+
+    def of_teacher(self, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Make the fields of Prompt about the row's teacher. Raises ConfigError."""
+        if self.teachers is None:
+            return {}
+        try:
+            name, question = self.teachers.of(row)
+        except ValueError as error:
+            raise ConfigError(f"{self.rows.uid(number)}: {error}") from error
+        if question is None:
+            return {"teacher": name}
+        [ids] = self.encode([self.text(number, question)])
+        config = self.teachers.teachers[name]
+        longest = config.max_prompt_length or self.data.max_prompt_length
+        if len(ids) > longest:
+            raise ConfigError(
+                f"{self.rows.uid(number)}: the prompt of teacher {name!r} has {len(ids)} tokens, and"
+                f" teachers.{name}.max_prompt_length={longest}; set it to {len(ids)} or more"
+            )
+        return {"teacher": name, "teacher_ids": tuple(ids)}
 
     def make(self, number: int) -> Prompt:
         """Make the prompt of a row. Raises ConfigError when the row cannot be read any more."""
         question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
         source = self.source or (source_of_row(row) if self.task.rewards else "") or self.task.name
         return self.prompt(
-            number, question, row, uid=self.rows.uid(number), answer=answer, source=source, reward=reward
+            number,
+            question,
+            row,
+            uid=self.rows.uid(number),
+            answer=answer,
+            source=source,
+            reward=reward,
+            **self.of_teacher(number, row),
         )
 
 

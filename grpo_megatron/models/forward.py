@@ -656,11 +656,11 @@ class LanguageModel(ShardedModel):
 
     def distribution(
         self, batch: Batch, top_k: int, num_ids: int, temperature: float | None = None
-    ) -> tuple[Float[Tensor, "B R"], list[Tensor]]:
+    ) -> tuple[Float[Tensor, "B R"], list[Tensor | None]]:
         """Returns `logprobs`, and a teacher's distribution of each row's response tokens on the host. Collective.
 
         It is `vocab_parallel_top` [r, 2 top_k + 1] of ids below `num_ids`, the policy's vocabulary; for `top_k` 0 the final
-        hidden states [r, hidden size]. Other pipeline stages than the last get no distributions.
+        hidden states [r, hidden size]; None for rows in no micro-batch. Other pipeline stages than the last get an empty list.
         """
         width, rows = batch.response_mask.shape[1], dict[int, Tensor]()
 
@@ -670,7 +670,7 @@ class LanguageModel(ShardedModel):
 
         out = torch.zeros(len(batch), width)
         logprobs = self.forward_batch(batch, out, read, temperature, top_k=top_k, num_ids=num_ids)
-        return logprobs, [rows[row].clone() for row in range(len(batch))] if rows else []
+        return logprobs, [rows[row].clone() if row in rows else None for row in range(len(batch))] if rows else []
 
     def teacher_head(self, folder: Path, arch: Architecture, dtype: torch.dtype) -> Tensor | None:
         """Returns the rows of a teacher's output head for this rank's part of the vocabulary; None on other stages.

@@ -366,6 +366,11 @@ class AdapterReference:
         with self._reading():
             return self.policy.logprobs(replace(batch, recorded_routes=None), temperature)  # its routers decide
 
+    def distribution(self, batch: Batch, *of_teacher: Any) -> tuple[Tensor, list[Tensor | None]]:
+        """See LanguageModel."""
+        with self._reading():
+            return self.policy.distribution(replace(batch, recorded_routes=None), *of_teacher)
+
     def engine_weights(self, weight_sync: WeightSync, version: int) -> Iterator[WeightBucket]:
         """See ShardedModel."""
         with self._reading():

@@ -29,6 +29,7 @@ from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]
+TeacherPrompt = tuple[str, tuple[int, ...]]  # Prompt.teacher and .teacher_ids
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         loss_spans=[table.spans_of(row) for row in rows],
         routes=same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
         images=[sequences[row][3] for row in rows],
+        teacher_prompts=[sequences[row][4] for row in rows],
     )
 
 
@@ -161,11 +163,12 @@ def build_batch(
     loss_spans: list[list[TokenSpan]] | None = None,
     routes: list[Tensor] | None = None,
     images: Sequence[tuple[PromptImage, ...]] = (),
+    teacher_prompts: Sequence[TeacherPrompt] = (),
 ) -> Batch:
     """Make a padded Batch of `rows`, which are rows of the plan's table.
 
     tokens[i] is int64 [prompt + response], rollout_logprobs[i] float32 [response]. `loss_spans[i]` are the response
-    tokens in the loss; None: all of every row. `images[i]` are those of the row's prompt.
+    tokens in the loss; None: all of every row. `images[i]` are those of the row's prompt. `teacher_prompts[i]`: see Batch.
     """
     lengths = [len(t) - p for t, p in zip(tokens, prompt_lengths, strict=True)]
     shape = (len(rows), max(lengths, default=1))
@@ -190,6 +193,7 @@ def build_batch(
         images=list(images) if any(images) else [],
         routes=routes,
         recorded_routes={},
+        teacher_prompts=list(teacher_prompts),
     )
     apply_plan(batch, plan, dp_rank)
     return batch
@@ -221,12 +225,13 @@ def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
 
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
-) -> dict[int, tuple[Tensor, Tensor, Tensor | None, tuple[PromptImage, ...]]]:
-    """Table row -> (tokens, rollout log-probabilities, routes or None, images) for every row that this rank trains on.
+) -> dict[int, tuple[Tensor, Tensor, Tensor | None, tuple[PromptImage, ...], TeacherPrompt]]:
+    """Table row -> (tokens, rollout log-probabilities, routes or None, images, teacher) of every row that this rank trains on.
 
     A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the width of its routes (0: none), the
     bytes of one, and their bits. Every rank knows the other sizes from the table. Between two ranks the rows travel in one
-    parcel, in increasing order. Their images follow, the pixels of each different one once. Collective.
+    parcel, in increasing order. Their images follow, the pixels of each different one once, and teachers with their prompts.
+    Collective.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
@@ -235,12 +240,18 @@ def _move_tokens(
     parcels = []
     for dp_rank, rows in outgoing.items():
         sent = {row: sample_of[table.prompt_index[row], table.index[row]] for row in rows}
-        content = np.concatenate([_encode(sample) for sample in sent.values()]), _images(sent)
+        numbers = np.concatenate([_encode(sample) for sample in sent.values()])
+        taught = {
+            row: (sample.prompt.teacher, sample.prompt.teacher_ids)
+            for row, sample in sent.items()
+            if sample.prompt.teacher
+        }
+        content = numbers, _images(sent), taught
         parcels.append(Parcel(tuple(mesh.ranks_of_replica(dp_rank)), mesh.rank, content))
     del held
     sequences = {}
     for parcel in mesh.route(parcels):
-        rows, start, (numbers, images) = incoming.pop(parcel.source), 0, parcel.content
+        rows, start, (numbers, images, taught) = incoming.pop(parcel.source), 0, parcel.content
         for row in rows:
             middle = start + table.prompt_length[row] + table.response_length[row]
             end = middle + table.response_length[row]
@@ -256,6 +267,7 @@ def _move_tokens(
                 torch.from_numpy(logprobs.view(np.float32).copy()),
                 routes,
                 images.get(row, ()),
+                taught.get(row, ("", ())),
             )
         assert start == len(numbers), f"rank {parcel.source} sent {len(numbers)} numbers, not {start}"
     assert not incoming, f"nothing came from the ranks {sorted(incoming)}"

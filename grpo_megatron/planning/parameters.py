@@ -271,7 +271,8 @@ def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], 
     weights, heads, working = [], 0.0, 0.0
     for (arch, stages), section in zip(teachers, config.teachers.values(), strict=True):
         itemsize = DTYPE_BYTES[section.dtype or config.model.dtype]
-        weights.append(stages[number].total * itemsize)
+        is_policy = section.self == "current" or (section.self and actor.lora.rank is not None and not config.sft.steps)
+        weights.append(0.0 if is_policy else stages[number].total * itemsize)
         heads += has_heads * itemsize * arch.hidden_size * arch.padded_vocab_size(tp) / tp
         of_head = is_last * head_bytes(arch, actor, itemsize, backward=False)
         working = max(working, forward_bytes(arch, actor, itemsize), of_head)

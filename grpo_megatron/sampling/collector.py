@@ -310,6 +310,7 @@ def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = N
     """Returns the sample that `pack_sample` has packed. `pixels`: of its images, by digest."""
     prompt = dict(packed["prompt"])
     prompt["prompt_ids"] = tuple(prompt["prompt_ids"])
+    prompt["teacher_ids"] = tuple(prompt.get("teacher_ids", ()))
     prompt["images"] = tuple(
         PromptImage(digest, (rows, columns), first, (pixels or {})[digest])
         for digest, rows, columns, first in prompt.get("images", ())

@@ -127,7 +127,15 @@ TEACHER distillation.beta=0.3 => has no effect with distillation.kl=sampled; set
 TEACHER distillation.top_k=8 => set another distillation.kl
 TEACHER distillation.kl=reverse distillation.discount=0.5 => has no effect with distillation.kl=reverse
 TEACHER teachers.from_token_2.path=t => the name is part of metric names
-TEACHER teachers.u.path=t => teachers has 2, and nothing says which of them scores a row
+TEACHER teachers.u.path=t => teachers has 2, and nothing says which of them scores a row; set distillation.key
+TEACHER teachers.u.path=t teachers.u.key=t distillation.key=c => teachers.u and teachers.t have the key 't'
+TEACHER teachers.t.self=start => teachers.t needs either path, or self=start or current
+TEACHER teachers.t.key=x => teachers.t.key='x' has no effect without a column; set distillation.key
+TEACHER teachers.t.max_prompt_length=9 => has no effect without prompt_column
+teachers.t.self=current => teaches nothing without a prompt_column
+teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype
+teachers.t.self=current distillation.kl=forward distillation.top_k=0 => has another output head in each step
+TEACHER SFT distillation.kl=forward distillation.key=c => chooses by a column of prompts, and algorithm.source=file
 TEACHER SCORE => trains a model that scores, without a head over the vocabulary; leave teachers out
 TEACHER SFT => actor.loss_mode=sft has no ratio to these; set distillation.kl=forward, or loss_mode=
 TEACHER DPO PAIRS distillation.kl=forward => compares pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import grpo_megatron
+from grpo_megatron.checks.validate import validate
+from grpo_megatron.cli.config_file import load_config
 from tests.runs import SIZES, make_run, write_rows, write_tokenizer
 from tests.tiny import make_model, transformers_logprobs
 from tests.worlds import ranks
@@ -111,3 +114,54 @@ def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Pat
                 assert bool((batch.teacher.weights[row, len(logprobs) :] == 0).all())
                 total += float(logprobs.sum())
             assert total < 0 and metrics["distillation/reverse_kl"] != 0
+
+
+def test_a_row_has_the_teacher_and_the_prompt_of_its_columns(tmp_path: Path) -> None:
+    """Two teachers, the second one is the policy with a longer prompt. Each row has the scores that its teacher gives alone."""
+    make_teachers(tmp_path)
+    rows = [{"prompt": f"{n} + 1 =", "kind": "ab"[n % 2], "hint": f"{n} + 1 = {n + 1} . {n} + 1 ="} for n in range(9)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    teachers = f"{{a: {{path: {tmp_path / 'large'}}}, other: {{self: START, key: b, prompt_column: hint}}}}"
+    common = [f"data.train_files=[{tmp_path / 'rows.jsonl'}]", "distillation.key=kind", *ALONE]
+    kinds = [["START", "start"], ["START", "current"]]
+    cases = [
+        [*common, f"teachers={teachers.replace(*kinds[0])}"],
+        [*common, f"teachers={teachers.replace(*kinds[1])}", *REVERSE],
+        [*common, f"teachers={teachers.replace(*kinds[0])}", "actor.lora.rank=4", "distillation.kl=forward", TP],
+    ]
+    texts = {tuple(ids): number for number, ids in enumerate(prompt_ids(tmp_path, [row["prompt"] for row in rows]))}
+    hints = prompt_ids(tmp_path, [row["hint"] for row in rows])
+    for results in zip(*steps(2, folder=tmp_path, cases=cases), strict=True):
+        for result in results:
+            batch = result["batch"]
+            for row, (prompt, response) in enumerate(result["pairs"]):
+                number = texts[tuple(prompt)]
+                assert batch.teacher.index[row] == number % 2
+                folder, prompt = ("model", hints[number]) if number % 2 else ("large", prompt)
+                [expected] = transformers_logprobs(tmp_path / folder, [(prompt, response)], 0.7)
+                torch.testing.assert_close(batch.teacher.logprobs[row, : len(response)], expected, atol=2e-5, rtol=0)
+            assert result["metrics"][0]["actor/grad_norm"] > 0
+            assert {"distillation/reverse_kl/a", "distillation/reverse_kl/other"} <= result["metrics"][0].keys()
+
+
+def test_a_row_without_a_teacher_is_named(tmp_path: Path) -> None:
+    make_teachers(tmp_path)
+    teachers = f"teachers={{a: {{path: {tmp_path / 'model'}, prompt_column: hint, max_prompt_length: 3}}}}"
+    for row, message in (
+        ({"kind": "b"}, "column 'kind' is 'b', and no teacher has this key (a); add one, or take the row out"),
+        ({"kind": "a"}, "hint"),
+        (
+            {"kind": "a", "hint": "1 + 1 = 2"},
+            "the prompt of teacher 'a' has 5 tokens, and teachers.a.max_prompt_length=3",
+        ),
+    ):
+        rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1 + 1 =", **row}])
+        settings = [teachers, "distillation.key=kind", f"data.train_files=[{rows}]", *SETTINGS, *ALONE]
+        with pytest.raises(grpo_megatron.ConfigError, match=re.escape(message)):
+            validate(load_config(tmp_path / "run.yaml", [*settings, f"trainer.output_dir={tmp_path / 'out'}"]), 2)
+
+
+def prompt_ids(folder: Path, texts: list[str]) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder / "model")(texts)["input_ids"]
