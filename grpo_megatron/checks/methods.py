@@ -90,8 +90,9 @@ def suspicions(config: Config) -> Iterator[str]:
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
             " rollout.val_kwargs.temperature, or n=1"
         )
-    if data.chat_template and not data.apply_chat_template:
-        yield f"data.chat_template={str(data.chat_template)!r} is not applied to prompts: apply_chat_template=false"
+    for key, value in {"chat_template": data.chat_template, "chat_template_kwargs": data.chat_template_kwargs}.items():
+        if value and not data.apply_chat_template:
+            yield f"data.{key}={str(value)!r} is not applied to prompts: apply_chat_template=false"
     if val.top_p < 1 and val.temperature == 0:
         yield f"rollout.val_kwargs.top_p={val.top_p:g} has no effect with temperature=0, which takes the likeliest token"
     actor, total = config.actor, config.trainer.total_training_steps

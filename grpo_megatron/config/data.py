@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -90,6 +90,8 @@ class DataConfig(Section):
     """false: the task's plain text prompt"""
     chat_template: Fixed[Path | None] = None
     """Jinja file; null: the tokenizer's template"""
+    chat_template_kwargs: Fixed[dict[str, Any]] = {}
+    """values of the template's variables, such as {enable_thinking: false}; exports have them in their template"""
     system_prompt: Fixed[str | None] = None
     """null: the task's system prompt"""
     image_max_pixels: Fixed[int | None] = Field(None, ge=1)

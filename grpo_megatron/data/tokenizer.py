@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")  # they read tokenizer.json as it is
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
+RENDERED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")  # variables that the program gives
 END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first
 
 
@@ -70,7 +71,26 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
             tokenizer.chat_template = read_text(data.chat_template, MAX_TEMPLATE)
         except (OSError, ReadError) as error:
             raise ConfigError(f"cannot read data.chat_template={str(data.chat_template)!r}: {error}") from error
+    if data.chat_template_kwargs:
+        tokenizer.chat_template = _with_values(tokenizer.chat_template, data.chat_template_kwargs)
     return tokenizer
+
+
+def _with_values(template: Any, values: Mapping[str, Any]) -> str:
+    """Write the values into the template, so that every prompt, the exported model and its servers have them."""
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"data.chat_template_kwargs={shown(values)}: the tokenizer has no chat template, or several by name"
+        )
+    lines = []
+    for name, value in values.items():
+        if name in RENDERED or not name.isidentifier() or re.search(rf"\b{name}\b", template) is None:
+            raise ConfigError(
+                f"data.chat_template_kwargs: {shown(name)} is no variable that the chat template leaves to you; look into the"
+                " template for the names that it reads, such as enable_thinking"
+            )
+        lines.append(f"{{%- set {name} = {'none' if value is None else json.dumps(value)} -%}}")
+    return "".join(lines) + template
 
 
 def tokenizer_classes(tokenizer: Any) -> str:

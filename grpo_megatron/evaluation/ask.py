@@ -40,6 +40,11 @@ from grpo_megatron.types import Prompt, PromptImage, Sample, WeightBucket
 
 WEIGHTS_VERSION = 0  # the weights never change
 MOST_IMAGES = 1 << 10  # of a prompt: none is left out
+RUN_VALUES = (
+    "chat_template_kwargs",
+    "image_max_pixels",
+    "image_min_pixels",
+)  # of the section `data`: options' names, too
 TIMEOUT_S = 7 * 24 * 3600.0  # of a collective: ranks wait for the slowest one at the end of a task
 BUCKET_BYTES = 512 << 20
 EDGE_BYTES = 1 << 20  # read at the beginning and at the end of each file by `weights_sha256`
@@ -50,6 +55,7 @@ OPTION_OF_KEY = {  # the option that stands for a key of a config
     "data.apply_chat_template=false": "--format text",
     "data.apply_chat_template is false": "prompts are plain text here",
     "data.system_prompt": "--system-prompt",
+    "data.chat_template_kwargs": "--chat-template-kwargs",
     "data.chat_template": "--chat-template",
     "data.image_min_pixels": "--image-min-pixels",
     "data.image_max_pixels": "--image-max-pixels",
@@ -96,8 +102,8 @@ class AskedModel:
     dtype: str
 
     @classmethod
-    def read(cls, options: EngineOptions, chat_template: Path | None, **limits: int | None) -> AskedModel:
-        """Read everything but the weights. `limits`: see `model_tokenizer`. Raises ConfigError."""
+    def read(cls, options: EngineOptions, chat_template: Path | None, **of_run: Any) -> AskedModel:
+        """Read everything but the weights. `of_run`: see `model_tokenizer`. Raises ConfigError."""
         source = open_model(options.model, options.hf, options.family)
         if source.arch.vision is not None and not find_engine(options.engine).reads_images:
             raise ConfigError(
@@ -109,7 +115,7 @@ class AskedModel:
                 f"--tp {options.tp} cannot split the model {str(options.model)!r}: {', '.join(split_problems)}; set one of"
                 f" {fitting_sizes(source.arch, engine_split_problems)}"
             )
-        tokenizer = model_tokenizer(source, options, chat_template, **limits)
+        tokenizer = model_tokenizer(source, options, chat_template, **of_run)
         ends = read_end_tokens(tokenizer, source.hf_folder, source.arch.vocab_size).ids
         return cls(options, source, tokenizer, ends, engine_dtype(source, options.dtype))
 
@@ -126,17 +132,17 @@ def engine_dtype(source: Source, requested: str | None) -> str:
     return "float32" if set(source.dtypes.values()) == {torch.float32} else "bfloat16"
 
 
-def model_tokenizer(source: Source, options: EngineOptions, chat_template: Path | None, **limits: int | None) -> Any:
+def model_tokenizer(source: Source, options: EngineOptions, chat_template: Path | None, **of_run: Any) -> Any:
     """Load the tokenizer that the options name, or else the model's own, with the format of images if it reads any.
 
-    `limits` (image_max_pixels, image_min_pixels) apply where the options have none. Raises ConfigError, which names the
-    command line's options.
+    `of_run`: values of a run's section `data` (RUN_VALUES), where the options have none. Raises ConfigError, which names
+    the command line's options.
     """
     folder = options.tokenizer or source.tokenizer_folder
-    for name in ("image_max_pixels", "image_min_pixels"):
-        limits[name] = getattr(options, name) or limits.get(name)
+    values = {name: getattr(options, name) or of_run.get(name) for name in RUN_VALUES}
+    values = {name: value for name, value in values.items() if value}
     try:
-        data = DataConfig(chat_template=chat_template, max_images=MOST_IMAGES, **limits)
+        data = DataConfig(chat_template=chat_template, max_images=MOST_IMAGES, **values)
         tokenizer = load_tokenizer(folder, data)
         if source.arch.vision is not None:
             place = source.tokenizer_folder  # of exported adapters: it has the run's limits

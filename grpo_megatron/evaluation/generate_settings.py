@@ -17,7 +17,7 @@ from grpo_megatron.convert.conversion import EXPORT_FOLDER
 from grpo_megatron.data.prompts import RowRenderer, image_format, render_prompt
 from grpo_megatron.data.rows import Question, RowSet, read_question
 from grpo_megatron.data.task import Task, get_tasks
-from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, placed_prompt, with_options
+from grpo_megatron.evaluation.ask import RUN_VALUES, AnswerSettings, AskedModel, placed_prompt, with_options
 from grpo_megatron.evaluation.options import GenerateOptions
 from grpo_megatron.storage.run_files import STEP_FILE
 from grpo_megatron.types import Prompt, PromptImage
@@ -34,7 +34,7 @@ MAX_INPUT = 1 << 28  # bytes of standard input, or of a file of lines
 class PromptStyle:
     """The rendering of prompts, and the ends of responses. `is_chat` None: a chat if the tokenizer has a template.
 
-    `run`: where these settings were found; None: nowhere. `image_limits`: the run's image_max_pixels and image_min_pixels.
+    `run`: where these settings were found; None: nowhere. `of_run`: values of its section `data` that the tokenizer needs.
     """
 
     task: str
@@ -45,7 +45,7 @@ class PromptStyle:
     stop_token_ids: list[int]
     max_tokens: int
     run: Path | None
-    image_limits: dict[str, int | None]
+    of_run: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class GenerationSettings:
 def prepare_generation(options: GenerateOptions) -> GenerationSettings:
     """Read and check everything. Raises ConfigError; nothing was started."""
     style = _read_style(options)
-    model = AskedModel.read(options, style.chat_template, **style.image_limits)
+    model = AskedModel.read(options, style.chat_template, **style.of_run)
     if options.chat and model.tokenizer.chat_template is None:
         raise ConfigError(
             "--chat needs a chat template, and the tokenizer has none; set --chat-template FILE, or use --prompt"
@@ -125,7 +125,7 @@ def _read_style(options: GenerateOptions) -> PromptStyle:
         stop_token_ids=list(rollout.get("stop_token_ids") or []),
         max_tokens=options.max_tokens or data.get("max_response_length") or DEFAULT_MAX_TOKENS,
         run=where,
-        image_limits={name: data.get(name) for name in ("image_max_pixels", "image_min_pixels")},
+        of_run={name: data[name] for name in RUN_VALUES if data.get(name)},
     )
 
 

@@ -50,6 +50,9 @@ class EngineOptions(Options):
     image_min_pixels: Annotated[
         int | None, prompting("smaller images are scaled up (default: the model's limit)", "N", ge=1, place=1)
     ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, Any] | None, prompting('values of the template, such as {"enable_thinking": false}', "JSON")
+    ] = None
     engine: Annotated[str, execution("vllm, transformers, or module:Class (default: vllm)", "NAME")] = "vllm"
     tp: Annotated[int, execution("ranks per copy of the model (tensor parallel)", "N", ge=1, le=1024)] = 1
     device: Annotated[DeviceName, execution("auto: GPUs if there are any")] = "auto"

@@ -140,7 +140,8 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[.
     """
     tokenizer_path = config.model.tokenizer_path or config.model.path
     ends = set(checked.end_tokens.ids if checked.end_tokens else []) | set(config.rollout.stop_token_ids)
-    template = None if config.data.chat_template is None else checked.tokenizer.chat_template
+    is_changed = config.data.chat_template is not None or config.data.chat_template_kwargs
+    template = checked.tokenizer.chat_template if is_changed else None
     images = image_format(checked.tokenizer)
     serving = Serving(template, sorted(ends), images and (images.min_pixels, images.max_pixels))
 

@@ -160,9 +160,29 @@ def test_tokenizer_folders_that_cannot_be_used(
         load_tokenizer(tmp_path / "good", DataConfig(chat_template=Path("gone.jinja")))
     loaded = load_tokenizer(tmp_path / "good", DataConfig(chat_template=CHATML))
     assert loaded.chat_template == CHATML.read_text()
+    _check_values_of_the_template(tmp_path)
     (tmp_path / "good" / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
     with pytest.raises(ValueError, match="has no eos_token"):
         load_tokenizer(tmp_path / "good", PLAIN)
+
+
+def _check_values_of_the_template(folder: Path) -> None:
+    """`chat_template_kwargs` reach the template as keywords of transformers do, also in its macros and loops."""
+    template = folder / "thinking.jinja"
+    template.write_text(
+        "{% macro end() %}{{ '' if enable_thinking is defined and enable_thinking is false else '<think>' }}{% endmacro %}"
+        "{% for m in messages %}{{ m.content }} {{ words | default([]) | join('+') }}{{ end() }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "hello"}]
+    for values in ({}, {"enable_thinking": False}, {"enable_thinking": True, "words": ["a", "b"]}):
+        plain = load_tokenizer(folder / "good", DataConfig(chat_template=template))
+        with_values = load_tokenizer(folder / "good", DataConfig(chat_template=template, chat_template_kwargs=values))
+        wanted = plain.apply_chat_template(messages, tokenize=False, **values)
+        assert with_values.apply_chat_template(messages, tokenize=False) == wanted
+        assert ("<think>" in wanted) == values.get("enable_thinking", True)
+    for values in ({"enable_thinkng": False}, {"messages": []}):
+        with pytest.raises(ValueError, match="is no variable that the chat template leaves to you"):
+            load_tokenizer(folder / "good", DataConfig(chat_template=template, chat_template_kwargs=values))
 
 
 @pytest.mark.parametrize(
