@@ -408,6 +408,12 @@ def _teachers(config: Config) -> Problems:
             yield f"{key} needs either path, or self=start or current; set one of them"
         if teacher.self is not None and teacher.dtype is not None:
             yield f"{key}.dtype={teacher.dtype}: it is the policy, in model.dtype; leave dtype out"
+        if teacher.tensor_model_parallel_size is None:
+            for size in ("pipeline_model_parallel_size", "expert_model_parallel_size"):
+                if getattr(teacher, size) > 1:
+                    yield f"{key}.{size} has no effect without tensor_model_parallel_size; set it, to 1 say"
+        elif teacher.self is not None:
+            yield f"{key}.tensor_model_parallel_size: it is the policy, in the policy's layout; leave it out"
         if teacher.self == "current":
             if teacher.prompt_column is None:
                 yield f"{key}.self=current is the policy itself, which teaches nothing without a prompt_column; set one"

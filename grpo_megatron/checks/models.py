@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import policy_losses, reads_reference
-from grpo_megatron.config import AlgorithmConfig, Config, ConfigError, ScoringModel, VisionConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError, ScoringModel, VisionConfig
 from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked, written
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
@@ -245,7 +245,9 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
         path, named = config.teachers[name].path, marked(f"{TEACHERS}{name}")
         if path is not None:
             named = f"{marked(f'{TEACHERS}{name}.path')}={str(path)!r}"
-            yield from _second_model_problems(config, world_size, folders.arch, path, arch, named)
+            teacher, parts = config.teachers[name], (config, world_size, folders.arch, path, arch, named)
+            layout = teacher.layout(config.actor) if teacher.tensor_model_parallel_size is not None else None
+            yield from _second_model_problems(*parts, layout, f"{TEACHERS}{name}")
         yield from _teacher_problems(config, name, folders.arch, arch, named)
 
 
@@ -256,9 +258,16 @@ def second_layout_problems(config: Config, world_size: int, arch: Architecture) 
 
 
 def _second_model_problems(
-    config: Config, world_size: int, policy: Architecture | None, path: Path, arch: Architecture, named: str
+    config: Config,
+    world_size: int,
+    policy: Architecture | None,
+    path: Path,
+    arch: Architecture,
+    named: str,
+    layout: ActorConfig | None = None,
+    key: str = "",
 ) -> Problems:
-    """Checks a model that reads the policy's tokens in its layout. `named`: its key and folder."""
+    """Checks a model that reads the policy's tokens. `named`: its key and folder. `layout`: its own, of the section `key`."""
     k, total = keys_of(config).data, config.data.max_prompt_length + config.data.max_response_length
     for what in ("max_position_embeddings", "sliding_window"):
         limit = getattr(arch, what)
@@ -267,10 +276,15 @@ def _second_model_problems(
                 f"{k.max_prompt_length:key} + {k.max_response_length:key} = {total} exceed the {what} {limit} of {named};"
                 " lower one of them"
             )
-    of_policy = set(world_problems(config, world_size, policy))
-    for problem in second_layout_problems(config, world_size, arch):
-        if problem not in of_policy:
-            yield f"{named} is cut in the policy's layout: {problem}"
+    if layout is None:
+        of_policy = set(world_problems(config, world_size, policy))
+        for problem in second_layout_problems(config, world_size, arch):
+            if problem not in of_policy:
+                yield f"{named} is cut in the policy's layout: {problem}"
+    else:
+        config = config.with_values({"actor": layout})
+        for problem in second_layout_problems(config, world_size, arch):
+            yield f"{named} has a layout of its own: {str(problem).replace('actor.megatron.', key + '.')}"
     if policy is not None:
         yield from _vocabulary_problems(config, policy, path, arch, named)
 

@@ -130,8 +130,11 @@ class Validation:
     @property
     def memory_is_known(self) -> bool:
         """Says if all that the arithmetic of memory reads is right, and its verdict is not that of the plan."""
-        archs = [*(one.arch for one in self.folders.beside.values()), *self.folders.teachers.values()]
-        others = (models.second_layout_problems(self.config, self.training, arch) for arch in archs)
+        configs = [(self.config, one.arch) for one in self.folders.beside.values()]
+        for name, arch in self.folders.teachers.items():
+            layout = self.config.teachers[name].layout(self.config.actor)
+            configs.append((self.config.with_values({"actor": layout}), arch))
+        others = (models.second_layout_problems(config, self.training, arch) for config, arch in configs)
         is_wanted = self.folders.are_complete and self.start.knows(*SHORTAGE_KEYS)
         return is_wanted and bool(self.problems.problems or not self.dry_run) and not any(map(any, others))
 

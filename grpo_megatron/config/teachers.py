@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from grpo_megatron.config.actor import ActorConfig
+from grpo_megatron.config.model import MoeConfig
 from grpo_megatron.config.section import Needs, Section
 
 
@@ -27,6 +29,21 @@ class TeacherConfig(Section):
     """multiplies its term in the loss"""
     dtype: Literal["bfloat16", "float32"] | None = None
     """of its weights; null: model.dtype"""
+    tensor_model_parallel_size: int | None = Field(None, ge=1)
+    """null: its layout is the policy's; else this layout, without context parallelism"""
+    pipeline_model_parallel_size: int = Field(1, ge=1)
+    """of that layout"""
+    expert_model_parallel_size: int = Field(1, ge=1)
+    """of that layout"""
+
+    def layout(self, actor: ActorConfig) -> ActorConfig:
+        """Returns the actor's settings with this teacher's layout, and without what concerns the policy's experts."""
+        update: dict[str, Any] = {"moe": MoeConfig()}
+        if self.tensor_model_parallel_size is not None:
+            names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+            sizes = {name: getattr(self, name) for name in names}
+            update["megatron"] = actor.megatron.model_copy(update={**sizes, "context_parallel_size": 1})
+        return actor.model_copy(update=update)
 
 
 HAS_TEACHERS = Needs("teachers")

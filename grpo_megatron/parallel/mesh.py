@@ -8,12 +8,15 @@ exceeds tp * cp * dp.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import datetime
 import itertools
 import os
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -216,6 +219,10 @@ class Mesh:
         """Returns the global rank on pipeline stage `pp_rank` with this rank's tp, cp and dp coordinates."""
         return self.tp_rank + self.tp * (self.cp_rank + self.cp * (self.dp_rank + self.dp * pp_rank))
 
+    def replica_of(self, rank: int) -> int:
+        """Returns the data-parallel coordinate of a global rank."""
+        return rank // (self.tp * self.cp) % self.dp
+
     def ranks_of_replica(self, dp_rank: int) -> list[int]:
         """Lists the global ranks with data-parallel coordinate `dp_rank`, in order."""
         width = self.tp * self.cp
@@ -310,6 +317,7 @@ def build_mesh(
             rollout_tp = 1  # a rank that receives a sample treats it as its own engine's
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size % (tp * cp * pp) == 0 and world_size % (tp * pp * ep) == 0 and world_size % rollout_tp == 0
+    _pristine.update(_megatron_groups())
     with device.megatron():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -340,6 +348,71 @@ def build_mesh(
         seed=seed,
         bridge=bridge,
     )
+
+
+# -- A second layout of the same ranks ---------------------------------------------------------------------------------
+# Megatron-Core's groups are globals of its module parallel_state. A second set of them is made beside the first, and is
+# there while the model that has the other layout is built, or computes.
+
+
+class SecondLayout:
+    """Other sizes for a model beside the policy: its mesh, with the groups of that layout. Collective. cp is 1."""
+
+    def __init__(self, mesh: Mesh, device: Device, *, tp: int, pp: int, ep: int, timeout_s: float) -> None:
+        from megatron.core import parallel_state
+
+        first = _megatron_groups()
+        _set_megatron_groups(_pristine)
+        with device.megatron():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                expert_model_parallel_size=ep,
+                distributed_timeout_minutes=max(1, int(timeout_s // 60)),
+            )
+        self.mesh = replace(
+            mesh,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            dp=mesh.world_size // (tp * pp),
+            cp=1,
+            cp_rank=0,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            pp_group=parallel_state.get_pipeline_model_parallel_group(),
+            ep_group=parallel_state.get_expert_model_parallel_group(),
+        )
+        self._groups = _megatron_groups()
+        _set_megatron_groups(first)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts Megatron-Core's groups of this layout in place, for the block."""
+        first = _megatron_groups()
+        _set_megatron_groups(self._groups)
+        try:
+            yield
+        finally:
+            _set_megatron_groups(first)
+
+
+_pristine: dict[str, Any] = {}  # the globals before any group was made
+
+
+def _megatron_groups() -> dict[str, Any]:
+    from megatron.core import parallel_state
+
+    values = {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z][A-Z0-9_]*", name)}
+    return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in values.items()}
+
+
+def _set_megatron_groups(values: dict[str, Any]) -> None:
+    from megatron.core import parallel_state
+
+    vars(parallel_state).update(values)
 
 
 def destroy_mesh() -> None:

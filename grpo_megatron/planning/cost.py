@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from grpo_megatron.algo.losses import needs_old_logprobs, policy_losses, reads_reference, reasons_for_old_pass
-from grpo_megatron.config import Config, LoraConfig
+from grpo_megatron.config import Config, LoraConfig, MegatronConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.engine_cache import MOST_SEQUENCES, engine_weights, kv_token_bytes
 from grpo_megatron.models.flops import active_parameters, flops_per_pass, tower_parameters
@@ -91,7 +91,7 @@ class Workload:
     frozen: int = 0  # parameters of a vision tower that are not trained
     image_tokens: float = 0.0  # of a prompt's tokens
     trains_tower: bool = False
-    teachers: tuple[Architecture, ...] = ()
+    teachers: tuple[tuple[Architecture, MegatronConfig | None], ...] = ()  # with a layout of its own, or the policy's
 
     @property
     def sample_tokens(self) -> float:
@@ -155,7 +155,10 @@ class Workload:
             frozen=frozen_parameters(models.arch, actor.vision),
             image_tokens=min(data.max_prompt_length / 4, image_tokens(data, vision)[1]) if vision else 0.0,
             trains_tower=not actor.vision.is_frozen,
-            teachers=models.teachers,
+            teachers=tuple(
+                (arch, one.layout(actor).megatron if one.tensor_model_parallel_size is not None else None)
+                for arch, one in zip(models.teachers, config.teachers.values(), strict=True)
+            ),
         )
 
 
@@ -323,13 +326,21 @@ def update_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> f
 def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> float:
     """Estimates log-probabilities, scores of reward models and teachers, values, and the way of frozen models to the GPU."""
     passes = work.scoring_passes + work.critic_share
-    models = [(work, passes)] if passes else []
-    models += [(replace(work, arch=arch, lora=None, trains_tower=False), 1.0) for arch in work.teachers]
     seconds = 0.0
-    for of_model, count in models:
-        weights = of_model.arch.num_parameters() * work.itemsize / (layout.tp * layout.pp)
+    if passes:
+        weights = work.arch.num_parameters() * work.itemsize / (layout.tp * layout.pp)
         offload = machine.host_seconds(weights) if layout.offload_reference else 0.0
-        seconds += count * pass_seconds(of_model, layout, machine, backward=False) + offload
+        seconds = passes * pass_seconds(work, layout, machine, backward=False) + offload
+    for arch, megatron in work.teachers:
+        local = layout
+        if megatron is not None:
+            tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+            local = replace(layout, tp=tp, pp=pp, ep=megatron.expert_model_parallel_size)
+        experts = _expert_parameters(arch) if arch.num_experts else 0
+        weights = work.itemsize * (arch.num_parameters() - experts + experts / local.ep) / (local.tp * local.pp)
+        of_teacher = replace(work, arch=arch, lora=None, trains_tower=False)
+        seconds += pass_seconds(of_teacher, local, machine, backward=False)
+        seconds += machine.host_seconds(weights) if local.offload_reference else 0.0
     return seconds
 
 

@@ -204,7 +204,10 @@ class RunModels:
         rewards = [self._stages(arch, config, has_output_head=False) for arch in self.reward_archs]
         if self.critic is not None:
             critic = self._stages(self.critic, config, has_output_head=False, lora=config.critic.lora)
-        return policy, rewards, critic, [(arch, self._stages(arch, config)) for arch in self.teachers]
+        teachers = []
+        for arch, teacher in zip(self.teachers, config.teachers.values(), strict=True):
+            teachers.append((arch, self._stages(arch, config.with_values({"actor": teacher.layout(config.actor)}))))
+        return policy, rewards, critic, teachers
 
     def _stages(self, arch: Architecture, config: Config, **of_model: Any) -> Stages:
         megatron = config.actor.megatron
@@ -269,13 +272,15 @@ def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], 
     tp = actor.megatron.tensor_model_parallel_size
     has_heads = is_last and distillation.kl != "sampled" and distillation.top_k == 0
     weights, heads, working = [], 0.0, 0.0
-    for (arch, stages), section in zip(teachers, config.teachers.values(), strict=True):
-        itemsize = DTYPE_BYTES[section.dtype or config.model.dtype]
-        is_policy = section.self == "current" or (section.self and actor.lora.rank is not None and not config.sft.steps)
-        weights.append(0.0 if is_policy else stages[number].total * itemsize)
+    for (arch, stages), teacher in zip(teachers, config.teachers.values(), strict=True):
+        itemsize, layout = DTYPE_BYTES[teacher.dtype or config.model.dtype], teacher.layout(actor)
+        has_layout = teacher.tensor_model_parallel_size is not None  # then the largest stage: a rank may have any
+        total = max(stage.total for stage in stages) if has_layout else stages[number].total
+        is_policy = teacher.self == "current" or (teacher.self and actor.lora.rank is not None and not config.sft.steps)
+        weights.append(0.0 if is_policy else total * itemsize)
         heads += has_heads * itemsize * arch.hidden_size * arch.padded_vocab_size(tp) / tp
-        of_head = is_last * head_bytes(arch, actor, itemsize, backward=False)
-        working = max(working, forward_bytes(arch, actor, itemsize), of_head)
+        of_head = (is_last or has_layout) * head_bytes(arch, layout, itemsize, backward=False)
+        working = max(working, forward_bytes(arch, layout, itemsize), of_head)
     return {"teacher_weights": tuple(weights), "teacher_heads": heads, "teacher_working": working}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import torch
@@ -10,24 +11,28 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import copies_of
 from grpo_megatron.algo.plan import pack_units, row_weights
 from grpo_megatron.checks.validate import Checked
-from grpo_megatron.config import ActorConfig, Config, MoeConfig
+from grpo_megatron.config import ActorConfig, Config, TeacherConfig
 from grpo_megatron.models.policy import AdapterReference, Policy, Reference
+from grpo_megatron.parallel.control import Parcel
+from grpo_megatron.parallel.exchange import build_batch
+from grpo_megatron.parallel.mesh import Mesh, SecondLayout
 from grpo_megatron.training.beside import policy_start
-from grpo_megatron.types import Batch, TeacherScores
+from grpo_megatron.types import Batch, Plan, TeacherScores
 
 
 class Teachers:
-    """The teachers of a run, in the policy's layout. They sleep as the reference does. Build it on every rank."""
+    """The teachers of a run, in the policy's layout or their own. They sleep as the reference does. Build it on every rank."""
 
     def __init__(self, config: Config, checked: Checked, policy: Policy) -> None:
-        self.config, self.mesh, self.num_ids, objective = (
-            config,
-            policy.mesh,
-            policy.arch.vocab_size,
-            config.distillation,
-        )
-        self.actor = config.actor.model_copy(update={"moe": MoeConfig()})  # their experts are not the policy's
-        self.models = [_build(config, checked, policy, name, self.actor) for name in config.teachers]
+        self.config, self.mesh, self.num_ids = config, policy.mesh, policy.arch.vocab_size
+        self.layouts = [_layout(config, teacher, policy) for teacher in config.teachers.values()]
+        self.models: list[Policy | Reference | AdapterReference] = []
+        for name, layout in zip(config.teachers, self.layouts, strict=True):
+            with layout.active() if layout is not None else contextlib.nullcontext():
+                self.models.append(
+                    _build(config, checked, policy, name, policy.mesh if layout is None else layout.mesh)
+                )
+        objective = config.distillation
         self.heads: list[Tensor | None] = []  # of the distributions over the whole vocabulary
         if objective.kl != "sampled" and objective.top_k == 0:
             for name, teacher in config.teachers.items():
@@ -39,19 +44,84 @@ class Teachers:
         objective, index = self.config.distillation, self._index(batch)
         rows: list[Tensor | None] = [None] * len(batch) if self.mesh.is_last_stage else []  # their distributions
         logprobs = torch.zeros(batch.response_mask.shape)
-        for number, model in enumerate(self.models):
+        for number, layout in enumerate(self.layouts):
             part = self._part(batch, index, number)
-            if objective.kl == "sampled":
-                logprobs += model.logprobs(part)  # 0 in the rows of others
-                continue
-            of_part, distributions = model.distribution(part, objective.top_k, self.num_ids)
-            logprobs += of_part
+            scored = self._scored(part, number) if layout is None else self._scored_elsewhere(part, number, layout)
+            of_part, distributions = scored
+            logprobs += of_part  # 0 in the rows of others
             for row, distribution in enumerate(distributions):
                 rows[row] = distribution if distribution is not None else rows[row]
         scores = TeacherScores(index, torch.zeros_like(logprobs), logprobs, kl=objective.kl, beta=objective.beta)
         if objective.kl == "sampled":
             return scores
         return replace(scores, top=rows) if objective.top_k else replace(scores, states=rows, heads=self.heads)
+
+    def _scored(self, part: Batch, number: int) -> tuple[Tensor, list[Tensor | None]]:
+        """Returns log-probabilities [B, R] and distributions of the rows in micro-batches of `part`. Collective."""
+        objective, model = self.config.distillation, self.models[number]
+        if objective.kl == "sampled":
+            return model.logprobs(part), []
+        return model.distribution(part, objective.top_k, self.num_ids)
+
+    def _scored_elsewhere(self, part: Batch, number: int, layout: SecondLayout) -> tuple[Tensor, list[Tensor | None]]:
+        """`_scored` by a teacher of another layout. Rows travel between replicas of both layouts that have a rank in common.
+
+        Each row goes to all ranks of one replica of the teacher, and its scores to all ranks of the policy's replica.
+        Collective.
+        """
+        local, other = self.mesh, layout.mesh
+        ranks = local.ranks_of_replica(local.dp_rank)
+        rows = [row for mini in part.mini_batches for micro in mini for row in micro]
+        rows.sort(key=lambda row: (-len(part.tokens[row]), row))
+        scorers = sorted({other.replica_of(rank) for rank in ranks})
+        parcels = []
+        for place, scorer in enumerate(scorers):
+            destinations = other.ranks_of_replica(scorer)
+            if local.rank == min({*ranks} & {*destinations}):
+                dealt = rows[place :: len(scorers)]
+                sent = [(row, part.tokens[row].int(), part.prompt_lengths[row]) for row in dealt]
+                parcels.append(Parcel(tuple(destinations), local.rank, (local.dp_rank, sent)))
+        received = [parcel.content for parcel in local.route(parcels)]
+        taken = [(replica, *row) for replica, sent in received for row in sent]
+        batch = self._batch_of([tokens.long() for _, _, tokens, _ in taken], [prompt for *_, prompt in taken], number)
+        with layout.active():
+            logprobs, distributions = self._scored(batch, number)
+        parcels = []
+        for replica in sorted({replica for replica, *_ in taken}) if other.is_last_stage and other.tp_rank == 0 else ():
+            places = [place for place, one in enumerate(taken) if one[0] == replica]
+            values = [(taken[i][1], logprobs[i], distributions[i] if distributions else None) for i in places]
+            ranks = local.ranks_of_replica(replica)
+            last = ranks[-len(ranks) // local.pp :]
+            parcels.append(Parcel(tuple(last), local.rank, values))
+            if first := ranks[: -len(last)]:
+                parcels.append(Parcel(tuple(first), local.rank, [(row, value, None) for row, value, _ in values]))
+        out, of_rows = torch.zeros(part.response_mask.shape), list[Tensor | None]([None] * len(part))
+        for parcel in local.route(parcels):
+            for row, value, distribution in parcel.content:
+                length = len(part.tokens[row]) - part.prompt_lengths[row]
+                out[row, :length], of_rows[row] = value[:length], distribution
+        return out, of_rows if local.is_last_stage and self.config.distillation.kl != "sampled" else []
+
+    def _batch_of(self, tokens: list[Tensor], prompt_lengths: list[int], number: int) -> Batch:
+        """Sequences in micro-batches of a teacher, as many on every rank. Collective."""
+        actor = list(self.config.teachers.values())[number].layout(self.config.actor)
+        rows, none = list(range(len(tokens))), [0.0] * len(tokens)
+        packed = self._packed([len(one) for one in tokens], rows, actor)
+        lengths = [len(one) - prompt for one, prompt in zip(tokens, prompt_lengths, strict=True)]
+        return build_batch(
+            rows,
+            Plan([*none], none, [[packed]]),
+            0,
+            tokens=tokens,
+            prompt_lengths=prompt_lengths,
+            rollout_logprobs=[torch.zeros(length) for length in lengths],
+        )
+
+    def _packed(self, lengths: list[int], rows: list[int], actor: ActorConfig) -> list[list[int]]:
+        """Micro-batches of `rows`, as many on every rank: experts need equal counts. Collective."""
+        [packed] = pack_units([[[row] for row in rows]], lengths, actor)
+        count = max(self.mesh.all_gather(len(packed)))
+        return packed + [[] for _ in range(count - len(packed))]
 
     def _index(self, batch: Batch) -> list[int]:
         """The number of each row's teacher; -1: none, of prompts that no data file has."""
@@ -74,9 +144,7 @@ class Teachers:
         for row in rows:
             if ids := batch.teacher_prompts[row][1]:
                 tokens[row], lengths[row] = torch.cat([torch.tensor(ids), tokens[row][lengths[row] :]]), len(ids)
-        [packed] = pack_units([[[row] for row in rows]], [len(one) for one in tokens], self.actor)
-        count = max(self.mesh.all_gather(len(packed)))  # experts need equal counts
-        packed += [[] for _ in range(count - len(packed))]
+        packed = self._packed([len(one) for one in tokens], rows, teacher.layout(self.config.actor))
         return replace(
             batch,
             tokens=tokens,
@@ -103,8 +171,17 @@ class Teachers:
         batch.teacher = replace(batch.teacher, weights=weights)
 
 
+def _layout(config: Config, teacher: TeacherConfig, policy: Policy) -> SecondLayout | None:
+    """Make the groups of a teacher's layout; None: it is the policy's. Collective."""
+    if teacher.tensor_model_parallel_size is None:
+        return None
+    sizes = {"tp": teacher.tensor_model_parallel_size, "pp": teacher.pipeline_model_parallel_size}
+    sizes["ep"] = teacher.expert_model_parallel_size
+    return SecondLayout(policy.mesh, policy.device, **sizes, timeout_s=config.trainer.timeout_s)
+
+
 def _build(
-    config: Config, checked: Checked, policy: Policy, name: str, actor: ActorConfig
+    config: Config, checked: Checked, policy: Policy, name: str, mesh: Mesh
 ) -> Policy | Reference | AdapterReference:
     """Build one teacher. The policy as it is needs no memory, and with LoRA nor does the policy as it started. Collective."""
     teacher = config.teachers[name]
@@ -115,7 +192,7 @@ def _build(
         stored = policy.lora.stored(adapters, policy.arch, policy.mesh) if adapters is not None else {}
         return AdapterReference(policy, stored)
     path, dtype = teacher.path or policy_start(config), teacher.dtype or config.model.dtype
-    parts = (path, dtype, checked.teachers[name], actor, policy.mesh, policy.device)
+    parts = (path, dtype, checked.teachers[name], teacher.layout(config.actor), mesh, policy.device)
     return Reference.load(*parts, temperature=config.rollout.temperature)
 
 

@@ -168,6 +168,9 @@ def test_a_teacher_must_fit_the_policy(run: Path, tmp_path: Path) -> None:
     assert problems(run, other, [*path, "algorithm.adv_estimator=zero"]) == []
     (line,) = problems(run, other, [*path, "actor.megatron.pipeline_model_parallel_size=2"])
     assert line.startswith("teachers.large.path=") and "does not divide the model's 3 layers" in line
+    (line,) = problems(run, other, [*path, "teachers.large.tensor_model_parallel_size=4"])
+    assert line.startswith("teachers.large.path=") and "teachers.large.tensor_model_parallel_size" in line
+    assert problems(run, other, [*path, "teachers.large.tensor_model_parallel_size=2"]) == []
     runs.write_tokenizer(other, [*runs.VOCABULARY[:-2], *reversed(runs.VOCABULARY[-2:])])
     (line,) = problems(run, other, path)
     assert f"has another tokenizer than the policy: token {runs.VOCABULARY[-2]!r}" in line

@@ -131,6 +131,8 @@ TEACHER teachers.u.path=t => teachers has 2, and nothing says which of them scor
 TEACHER teachers.u.path=t teachers.u.key=t distillation.key=c => teachers.u and teachers.t have the key 't'
 TEACHER teachers.t.self=start => teachers.t needs either path, or self=start or current
 TEACHER teachers.t.key=x => teachers.t.key='x' has no effect without a column; set distillation.key
+TEACHER teachers.t.pipeline_model_parallel_size=2 => has no effect without tensor_model_parallel_size
+teachers.t.self=start teachers.t.tensor_model_parallel_size=2 => it is the policy, in the policy's layout
 TEACHER teachers.t.max_prompt_length=9 => has no effect without prompt_column
 teachers.t.self=current => teaches nothing without a prompt_column
 teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype

@@ -165,3 +165,26 @@ def prompt_ids(folder: Path, texts: list[str]) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder / "model")(texts)["input_ids"]
+
+
+def test_a_teacher_of_another_layout_scores_the_same(tmp_path: Path) -> None:
+    """Log-probabilities, distributions and the gradient's norm are those of a teacher in the policy's layout."""
+    make_teachers(tmp_path)
+    sizes = ("tensor_model_parallel_size=", "pipeline_model_parallel_size=")
+    wide, long, single = (
+        [f"teachers.t.{size}{n}" for size, n in zip(sizes, ns, strict=True)] for ns in ("21", "12", "11")
+    )
+    pairs = [([], wide), ([*REVERSE, PP], wide), ([*FORWARD, TP], single), (FORWARD, long)]
+    cases = [[*large(tmp_path), *ALONE, *case] for case, layout in pairs for case in (case, [*case, *layout])]
+    for rank in steps(2, folder=tmp_path, cases=cases):
+        for same, other in zip(rank[::2], rank[1::2], strict=True):
+            left, right = same["batch"].teacher, other["batch"].teacher
+            assert len(same["pairs"]) > 3 and same["pairs"] == other["pairs"]
+            torch.testing.assert_close(left.logprobs, right.logprobs, atol=1e-5, rtol=0)
+            for mine, theirs in ((left.top, right.top), (left.states, right.states)):
+                assert len(mine) == len(theirs)
+                for one, another in zip(mine, theirs, strict=True):
+                    torch.testing.assert_close(one, another, atol=1e-4, rtol=0)
+            for one, another in zip(same["metrics"], other["metrics"], strict=True):
+                assert one["actor/grad_norm"] == pytest.approx(another["actor/grad_norm"], rel=1e-4)
+                assert one["distillation/reverse_kl"] == pytest.approx(another["distillation/reverse_kl"], abs=1e-5)
