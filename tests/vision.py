@@ -40,6 +40,14 @@ COMMON: dict[str, Any] = {
     "video_token_id": VOCABULARY.index("<|video_pad|>"),
     "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
 }
+# Features of two layers of the tower are added in two of four: with PP2 in all of the first stage's.
+QWEN3: dict[str, Any] = {
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "rope_theta": 100.0,  # so that the last angles, which turn with the time alone, matter
+    "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [8, 4, 4]},
+}
+TOP_LEVEL = {"tie_word_embeddings", *(name for name in COMMON if name.endswith("token_id") and "os_" not in name)}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         "depth": 2,
@@ -55,6 +63,16 @@ TOWERS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
     },
     "qwen2_vl": {"depth": 2, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 2, "in_channels": 3},
+    "qwen3_vl": {
+        "depth": 3,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 9,  # 3 x 3, which every image resamples
+        "deepstack_visual_indexes": [0, 2],
+        "hidden_act": "gelu_pytorch_tanh",
+    },
 }
 TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
@@ -70,7 +88,11 @@ def make_config(family: str = "qwen2_5_vl", tower: dict[str, Any] | None = None,
     from transformers import AutoConfig
 
     vision = {**TOWERS[family], "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
-    return AutoConfig.for_model(family, **{**COMMON, **changes}, vision_config={**vision, **(tower or {})})
+    settings, vision = {**COMMON, **(QWEN3 if family == "qwen3_vl" else {}), **changes}, {**vision, **(tower or {})}
+    if family != "qwen3_vl":
+        return AutoConfig.for_model(family, **settings, vision_config=vision)
+    top = {name: settings.pop(name) for name in TOP_LEVEL}
+    return AutoConfig.for_model(family, **top, text_config=settings, vision_config=vision)
 
 
 def make_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0, std: float = 0.08, **changes: Any) -> Path:
@@ -155,12 +177,13 @@ def load(folder: Path) -> Any:
     return model.eval()
 
 
-def pixel_values(images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def pixel_values(images: Sequence[Any], family: str = "qwen2_5_vl") -> tuple[torch.Tensor, torch.Tensor]:
     """The patches and grids [n, 3] of images, by transformers' own processor."""
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    processor = Qwen2VLImageProcessorPil(min_pixels=CELL * CELL, max_pixels=1 << 24)
+    norm = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
+    processor = Qwen2VLImageProcessorPil(min_pixels=CELL * CELL, max_pixels=1 << 24, **norm)
     edges = [(image.size[1] * CELL, image.size[0] * CELL) for image in images]
     pictures = [Image.frombytes("RGB", size, image.pixels) for size, image in zip(edges, images, strict=True)]
     out = processor(pictures, return_tensors="pt")
@@ -170,15 +193,16 @@ def pixel_values(images: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 def logits(model: Any, ids: Sequence[int], images: Sequence[Any]) -> torch.Tensor:
     """[T, V] by transformers, from embeddings with each image's features in its place. Differentiable."""
     tokens, kinds = torch.tensor([list(ids)]), torch.zeros(1, len(ids), dtype=torch.int64)
-    embeddings, grids = model.get_input_embeddings()(tokens), None
+    embeddings, grids, deep = model.get_input_embeddings()(tokens), None, dict[str, Any]()
     if images:
-        pixels, grids = pixel_values(images)
+        pixels, grids = pixel_values(images, model.config.model_type)
         features = model.model.visual(pixels, grid_thw=grids)
-        features = getattr(features, "pooler_output", features)
+        levels, features = getattr(features, "deepstack_features", None), getattr(features, "pooler_output", features)
         places = torch.cat([image.first + torch.arange(image.num_tokens) for image in images])
         embeddings, kinds[0, places] = embeddings.index_copy(1, places, features.unsqueeze(0)), 1
+        deep = {} if levels is None else {"deepstack_visual_embeds": levels, "visual_pos_masks": kinds == 1}
     positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
-    states = model.model.language_model(inputs_embeds=embeddings, position_ids=positions).last_hidden_state
+    states = model.model.language_model(inputs_embeds=embeddings, position_ids=positions, **deep).last_hidden_state
     return model.lm_head(states)[0].float()  # type: ignore[no-any-return]
 
 

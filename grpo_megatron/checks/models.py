@@ -476,6 +476,14 @@ def vision_problems(config: Config, arch: Architecture | None) -> Problems:
             f"{k.actor.megatron.context_parallel_size}: {images}, and Megatron-Core would give each rank's part of a sequence"
             " the M-RoPE angles of other tokens; set it to 1"
         )
+    graphs = {
+        key: value for key, value in config.actor.megatron.override_transformer_config.items() if "cuda_graph" in key
+    }
+    if arch.vision.levels and any(graphs.values()):
+        yield (
+            f"{marked('actor.megatron.override_transformer_config')}={graphs}: {images}, and adds them behind"
+            f" {arch.vision.levels} layers (DeepStack), which a CUDA graph of a layer would leave out; leave it out"
+        )
     trained = [name for name in ("freeze_tower", "freeze_merger") if not getattr(vision, name)]
     if config.actor.lora.rank is not None and trained:
         yield (

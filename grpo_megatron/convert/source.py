@@ -33,7 +33,7 @@ from grpo_megatron.models.heads.reward_folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, tensor_problems
+from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, name_in_file, tensor_problems
 from grpo_megatron.models.weights.stream import WeightsError, model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.files import Verification
@@ -314,14 +314,18 @@ def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, S
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
-def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
+def safetensors_header(shapes: Shapes, dtypes: Dtypes, model_type: str = "") -> bytes:
     """Returns the start of a safetensors file: the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtypes[name].itemsize
-        entries[name] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name_in_file(name, model_type)] = {
+            "dtype": names[dtypes[name]],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -336,12 +340,12 @@ def write_shards(
     The library's own writer needs all tensors of a shard in memory. Here a shard's header is computed before its first
     byte is written.
     """
-    dtypes = source.result_dtypes(dtype)
+    dtypes, family = source.result_dtypes(dtype), str(source.config["model_type"])
     shards = plan_shards(source.shapes(), dtypes, shard_bytes)
     with HashedFiles(folder) as files:
         for file_name, shard in shards.items():
             files.begin(file_name)
-            files.write(safetensors_header(shard, dtypes))
+            files.write(safetensors_header(shard, dtypes, family))
             for name, shape in shard.items():
                 tensor = source.read(name)
                 for first, last in row_blocks(shape):
@@ -352,7 +356,7 @@ def write_shards(
                 del tensor, block  # before the next one is read
     if len(shards) > 1:
         total = source.num_bytes(dtype)
-        weight_map = {name: file_name for file_name, shard in shards.items() for name in shard}
+        weight_map = {name_in_file(name, family): file_name for file_name, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return files.hashes

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,10 +33,31 @@ MAX_BYTES = 1 << 26  # of a file
 MAX_DECODED = 1 << 26  # pixels of a file; decoded they take 0.3 to 0.6 GB
 MAX_ASPECT = 200  # as the published processor
 TURNS = (None, None, 0, 3, 1, 5, 4, 6, 2)  # EXIF orientation -> Pillow's Transpose
-# CLIP's, which all models of the families use
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # transformers 5 writes the second, and prefers it where both have settings of images
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+Channels = tuple[float, float, float]
+
+
+class Published(NamedTuple):
+    """The published image processor of a family: how it normalises channels, its patches, and its limits of pixels."""
+
+    mean: Channels
+    std: Channels
+    patch: int
+    min_pixels: int
+    max_pixels: int
+
+
+_CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_QWEN2 = Published(*_CLIP, 14, 3136, 12845056)
+_QWEN3 = Published((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 16, 65536, 16777216)
+
+
+def published_processor(model_type: str) -> Published:
+    """Returns the processor of a family that reads images."""
+    return _QWEN3 if model_type.startswith("qwen3_vl") else _QWEN2
 
 
 @dataclass(frozen=True)
@@ -64,7 +85,7 @@ class ImageFormat:
         for name, value in supported.items():
             if given.get(name) is not None and not _equal(given[name], value):
                 raise ConfigError(f"{path}: {name}={shown(given[name])} is not supported; {shown(value)} is")
-        low, high = _limits(given, data.image_min_pixels, data.image_max_pixels)
+        low, high = _limits(config, given, data.image_min_pixels, data.image_max_pixels)
         cell = supported["patch_size"] * supported["merge_size"]
         if not (isinstance(low, int) and isinstance(high, int)) or not max(cell * cell, low) <= high:
             raise ConfigError(
@@ -186,25 +207,26 @@ class ImageFormat:
 
 
 def _processor(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the settings of the image processor that all models of the families have, without limits of sizes."""
-    vision = config["vision_config"]
+    """Make the settings of the image processor that all models of a family have, without limits of sizes."""
+    vision, published = config["vision_config"], published_processor(config["model_type"])
     settings = {
-        "image_mean": MEAN,
-        "image_std": STD,
+        "image_mean": published.mean,
+        "image_std": published.std,
         "resample": 3,
         "rescale_factor": 1 / 255,
         "temporal_patch_size": 2,
     }
-    settings |= {"patch_size": vision.get("patch_size", 14), "merge_size": vision.get("spatial_merge_size", 2)}
+    patch = vision.get("patch_size", published.patch)
+    settings |= {"patch_size": patch, "merge_size": vision.get("spatial_merge_size", 2)}
     return settings | dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
 
 
-def _limits(given: Mapping[str, Any], low: int | None, high: int | None) -> tuple[Any, Any]:
-    size = given.get("size")
+def _limits(config: Mapping[str, Any], given: Mapping[str, Any], low: int | None, high: int | None) -> tuple[Any, Any]:
+    size, published = given.get("size"), published_processor(config["model_type"])
     size = size if isinstance(size, dict) else {}
     return (
-        low or given.get("min_pixels") or size.get("shortest_edge") or 3136,
-        high or given.get("max_pixels") or size.get("longest_edge") or 12845056,
+        low or given.get("min_pixels") or size.get("shortest_edge") or published.min_pixels,
+        high or given.get("max_pixels") or size.get("longest_edge") or published.max_pixels,
     )
 
 
@@ -231,7 +253,7 @@ def write_processor(folder: Path, config: Mapping[str, Any], low: int | None, hi
     A server then resizes images as the run did. None: the folder's own limit. Raises ConfigError, OSError.
     """
     given = {"image_processor_type": "Qwen2VLImageProcessor", **_processor(config), **_read_processor(folder)[1]}
-    low, high = _limits(given, low, high)
+    low, high = _limits(config, given, low, high)
     size = {"shortest_edge": low, "longest_edge": high}
     settings = {**given, "min_pixels": low, "max_pixels": high, "size": size}
     flat, nesting = (folder / name for name in PROCESSOR_FILES)
@@ -416,11 +438,15 @@ def _turn(image: Any) -> Any:
 # -- Inputs of a model -------------------------------------------------------------------------------------------------
 
 
-def image_patches(image: PromptImage, patch: int, merge: int) -> np.ndarray[Any, Any]:
-    """Normalise and cut an image as Qwen2VLImageProcessor: float32 [patches, 3 * 2 * patch * patch], cell by cell."""
+def image_patches(image: PromptImage, patch: int, merge: int, norm: tuple[Channels, Channels]) -> np.ndarray[Any, Any]:
+    """Normalise and cut an image as Qwen2VLImageProcessor: float32 [patches, 3 * 2 * patch * patch], cell by cell.
+
+    `norm`: mean and standard deviation of the channels.
+    """
     rows, columns = image.size
     pixels = np.frombuffer(image.pixels, np.uint8).reshape(rows * merge * patch, columns * merge * patch, 3)
-    values = (pixels.astype(np.float32) / np.float32(255) - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
+    mean, std = (np.array(part, np.float32) for part in norm)
+    values = (pixels.astype(np.float32) / np.float32(255) - mean) / std
     cells = values.reshape(rows, merge, patch, columns, merge, patch, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     frames = np.repeat(cells[:, :, :, :, :, None], 2, axis=5)  # a still image is two equal frames
     return np.ascontiguousarray(frames.reshape(rows * columns * merge * merge, -1))

@@ -99,7 +99,8 @@ class Latent:
         return query + key_value + heads * self.value_dim * hidden_size
 
 
-MERGER = "visual.merger."  # names of its tensors; the tower's others are in visual.
+# Names of the layers that make the decoder's features; the tower's others are in `visual.`
+MERGERS = ("visual.merger.", "visual.deepstack_merger_list.")
 MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps on the host
 
 
@@ -109,18 +110,25 @@ class Vision:
 
     It has `depth` layers of `width`, whose MLP has `ffn_width`, and turns merge x merge patches of patch x patch pixels into one
     token. `gated`: the MLP is gated, and norms have no bias (Qwen2.5-VL); else Qwen2-VL's. `sections`: how many of the angles
-    of a head turn with the time, the row and the column of a token.
+    of a head turn with the time, the row and the column of a token. `norm`: mean and standard deviation of pixels' channels.
+
+    Qwen3-VL (arXiv 2511.21631) has `positions` learned embeddings, a square that is resampled to an image's patches. Its
+    sections are interleaved, and it has DeepStack (arXiv 2406.04334): features of `levels` inner layers of the tower, by a
+    merger each, are added to the hidden states of the images' tokens behind the decoder's layers 0, 1, ...
     """
 
     config: str
     gated: bool
     sections: tuple[int, ...]
+    norm: tuple[tuple[float, float, float], tuple[float, float, float]]
     depth: int = _size(_LAYERS)
     width: int = _size(1 << 20)
     ffn_width: int = _size(_WIDTH)
     patch: int = _size(1 << 10)
     merge: int = _size(1 << 5)
     token_id: int = _size(1 << 27)
+    positions: int = _size(1 << 27, default=0)
+    levels: int = _size(_LAYERS, default=0)
 
     def shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor in the model's files."""
@@ -129,25 +137,31 @@ class Vision:
         def linear(name: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
             return {f"{name}.weight": (rows, columns), f"{name}.bias": (rows,)}
 
-        def norm(name: str) -> dict[str, tuple[int, ...]]:
-            return {f"{name}.{part}": (h,) for part in (("weight",) if self.gated else ("weight", "bias"))}
+        def norm(name: str, size: int = h) -> dict[str, tuple[int, ...]]:
+            return {f"{name}.{part}": (size,) for part in (("weight",) if self.gated else ("weight", "bias"))}
 
+        mlp: tuple[tuple[str, ...], str] = (("gate_proj", "up_proj"), "down_proj") if self.gated else (("fc1",), "fc2")
+        merger = ("ln_q", "mlp.0", "mlp.2")
         out: dict[str, tuple[int, ...]] = {"visual.patch_embed.proj.weight": (h, 3, 2, self.patch, self.patch)}
+        if self.positions:
+            mlp, merger = (("linear_fc1",), "linear_fc2"), ("norm", "linear_fc1", "linear_fc2")
+            out |= {"visual.patch_embed.proj.bias": (h,), "visual.pos_embed.weight": (self.positions, h)}
         for layer in range(self.depth):
             block = f"visual.blocks.{layer}."
             out |= norm(f"{block}norm1") | norm(f"{block}norm2")
             out |= linear(f"{block}attn.qkv", 3 * h, h) | linear(f"{block}attn.proj", h, h)
-            first, last = (("gate_proj", "up_proj"), "down_proj") if self.gated else (("fc1",), "fc2")
-            for name in first:
+            for name in mlp[0]:
                 out |= linear(f"{block}mlp.{name}", f, h)
-            out |= linear(f"{block}mlp.{last}", h, f)
-        out |= norm(f"{MERGER}ln_q") | linear(f"{MERGER}mlp.0", m, m)
-        return out | linear(f"{MERGER}mlp.2", hidden_size, m)
+            out |= linear(f"{block}mlp.{mlp[1]}", h, f)
+        for prefix in (MERGERS[0], *(f"{MERGERS[1]}{level}." for level in range(self.levels))):
+            inputs, into, out_of = (prefix + name for name in merger)
+            out |= norm(inputs, h if prefix == MERGERS[0] else m) | linear(into, m, m) | linear(out_of, hidden_size, m)
+        return out
 
     def num_parameters(self, hidden_size: int, merger: bool | None = None) -> int:
-        """Counts the parameters of the merger (True), of all but the merger (False), or of both (None)."""
+        """Counts the parameters of the mergers (True), of all but the mergers (False), or of both (None)."""
         shapes = self.shapes(hidden_size).items()
-        return sum(math.prod(shape) for name, shape in shapes if merger in (None, name.startswith(MERGER)))
+        return sum(math.prod(shape) for name, shape in shapes if merger in (None, name.startswith(MERGERS)))
 
 
 @dataclass(frozen=True)

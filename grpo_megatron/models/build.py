@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from grpo_megatron.models.layers.spec import (
     fused_without_apex,
     transformer_config,
 )
-from grpo_megatron.models.vision import Features, build_tower, with_images
+from grpo_megatron.models.vision import Features, add_level, build_tower, with_images
 from grpo_megatron.models.weights.stream import global_parameters, model_rows
 
 
@@ -86,7 +87,8 @@ class LogprobModel(GPTModel):
         if self.features is not None:
             embeddings = self.embedding(input_ids=inputs["input_ids"], position_ids=None)
             is_cut, placed = self.config.sequence_parallel, packed_seq_params.images
-            inputs["decoder_input"] = with_images(embeddings, placed, self.visual, self.features, is_cut=is_cut)
+            inputs["decoder_input"], levels = with_images(embeddings, placed, self.visual, self.features, is_cut=is_cut)
+            packed_seq_params.levels = levels
         outputs = super()._preprocess(position_ids=position_ids, packed_seq_params=packed_seq_params, **inputs)
         if not isinstance(packed_seq_params, TreeParams) or position_ids.dim() == 3:
             return outputs
@@ -96,6 +98,8 @@ class LogprobModel(GPTModel):
 
     def _postprocess(self, hidden_states: Tensor, labels: Targets, **unused: Any) -> Any:
         """Computes the output from hidden_states [t (/tp under sequence parallelism), 1, h]."""
+        if self.features is not None and not torch.is_grad_enabled():
+            unused["packed_seq_params"].levels = []  # frees them: no layer is recomputed
         if not self.post_process:
             return hidden_states
         # With `overlap_param_gather`, hooks before a module's forward wait for its weights. The output layer is not called.
@@ -212,6 +216,10 @@ def build_model(
                 parts = arch.vision, arch.hidden_size, config.params_dtype, device.torch_device
                 model.visual = build_tower(*parts, recomputes=recomputes)
             model.features = Features(arch.vision, config.params_dtype)
+            layers = model.decoder.layers
+            assert arch.vision.levels <= len(layers), "checks refuse it: DeepStack reaches beyond the first stage"
+            for index in range(arch.vision.levels):
+                layers[index].register_forward_hook(functools.partial(add_level, index), with_kwargs=True)
         _mark_parameters(model, arch)
         model.to(device.torch_device)
         built = Float16Module(config, model) if config.bf16 else model

@@ -62,7 +62,10 @@ def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
     For each patch: inputs, results and norms of both halves (norms in float32, where the MLP is gated), queries, keys, values,
     three copies of the attention's results, and the MLP's. tests/planning/test_parameters.py compares it with measured peaks.
     """
-    per_patch = itemsize * (11 * vision.width + (4 if vision.gated else 3) * vision.ffn_width)
+    wide = (
+        4 if vision.gated else 2 if vision.positions else 3
+    )  # results of the MLP: its product and activation, or less
+    per_patch = itemsize * (11 * vision.width + wide * vision.ffn_width)
     return vision.merge**2 * (per_patch + 8 * vision.width * vision.gated)
 
 
@@ -85,7 +88,8 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
         share      rollout.gpu_memory_utilization x device
         workspace  estimated: vLLM runs max_num_batched_tokens tokens once and keeps their memory free. Per token four hidden
                    states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary.
-                   A vision tower computes as many tokens of images at a time, and keeps their features
+                   A vision tower computes as many tokens of images at a time, and keeps their features; those of
+                   DeepStack are twice there, for the tokens of a step too
         cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set
 
     Where `rollout.max_num_seqs` is null, it is the number of sequences of half the largest length, the expected mean, that
@@ -96,7 +100,9 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
     active = max(arch.experts_per_token, 1) * arch.ffn_hidden_size + arch.shared_ffn_hidden_size
     per_token = itemsize * (4 * arch.hidden_size + 3 * active / tp)
     if arch.vision is not None:
-        per_token += itemsize * arch.hidden_size + tower_layer_bytes(arch.vision, itemsize)
+        per_token += itemsize * (1 + 2 * arch.vision.levels) * arch.hidden_size + tower_layer_bytes(
+            arch.vision, itemsize
+        )
     weights = engine_weights(rollout, arch, itemsize)
     left = rollout.gpu_memory_utilization * device - weights - rollout.max_num_batched_tokens * per_token
     logits, given = arch.vocab_size * LOGIT_BYTES, float(kwargs.get("kv_cache_memory_bytes") or 0)

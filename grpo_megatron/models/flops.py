@@ -46,16 +46,17 @@ def active_parameters(arch: Architecture) -> int:
 def tower_parameters(arch: Architecture) -> int:
     """Returns the tower's multiply-adds M per image token; 0 for a model that reads no images.
 
-        M = p (D (4 w^2 + 3 w f) + 6 c^2 w) + (p w)^2 + p w h,  f the MLP's width (2 w f if it is not gated)
+        M = p (D (4 w^2 + 3 w f) + 6 c^2 w) + L ((p w)^2 + p w h),  f the MLP's width (2 w f if it is not gated)
 
-    p patches of c x c pixels per token, D layers of width w. The tower's attention core has short windows and does not count.
+    p patches of c x c pixels per token, D layers of width w, L mergers (DeepStack has several). The core
+    of the tower's attention, which in Qwen2.5-VL has short windows, does not count.
     A forward pass costs 2 M per image token, and a backward pass that trains any of the tower 4 M more.
     """
     if (vision := arch.vision) is None:
         return 0
     patches, width = vision.merge**2, vision.width
     layer = 4 * width**2 + (3 if vision.gated else 2) * width * vision.ffn_width
-    merger = patches * width * (patches * width + arch.hidden_size)
+    merger = (1 + vision.levels) * patches * width * (patches * width + arch.hidden_size)
     return patches * (vision.depth * layer + 6 * vision.patch**2 * width) + merger
 
 

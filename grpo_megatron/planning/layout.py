@@ -152,8 +152,20 @@ def world_problems(config: Config, world_size: int, arch: Architecture | None) -
     for key, size, split in ((TP, tp, split_problems), (ROLLOUT_TP, rollout_tp, engine_split)):
         if arch is not None and (problems := split(arch, size)):
             yield f"{marked(key)}={size} cannot cut this model: {', '.join(problems)}; set one of {fitting_sizes(arch, split)}"
-    if arch is not None and stage_layers(arch.num_layers, megatron) is None:
-        yield _stage_problem(arch.num_layers, megatron)
+    if arch is not None:
+        layers, levels = stage_layers(arch.num_layers, megatron), arch.vision.levels if arch.vision else 0
+        if layers is None:
+            yield _stage_problem(arch.num_layers, megatron)
+        elif layers[0] < levels:
+            given, remedy = f"{marked(OVERRIDES)}.{FIRST}={layers[0]}", f"set it to {levels} or more"
+            if megatron.override_transformer_config.get(FIRST) is None:
+                most = max(n for n in divisors(arch.num_layers) if arch.num_layers // n >= levels)
+                given = f"{k.pipeline_model_parallel_size}"
+                remedy = f"set {OVERRIDES}.{FIRST}={levels} or more, or {PP}={most}"
+            yield (
+                f"{given} leaves {layers[0]} of {arch.num_layers} layers to the first stage, which has the tower, and images are"
+                f" added behind the first {levels} (DeepStack); {remedy}"
+            )
     if megatron.sequence_parallel and tp == 1:
         yield f"{k.sequence_parallel} needs {TP} > 1, and it is 1; leave sequence_parallel out (it follows tensor parallelism)"
     if megatron.context_parallel_size > 1:

@@ -371,19 +371,24 @@ def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[floa
     """Sizes what a vision tower keeps from its forward to its backward passes, and what a forward pass needs.
 
     A frozen tower needs what a layer keeps of the largest image. A trained one keeps all layers (with full recomputation
-    their inputs) and the merger of all images of a micro-batch of prompts that are nothing but images. Each image is computed
-    by all tensor-parallel ranks of the first stage.
+    their inputs) and the mergers of all images of a micro-batch of prompts that are nothing but images. Features that are added
+    behind layers (DeepStack) are kept with a frozen tower, too. Each image is computed by all tensor-parallel ranks of the
+    first stage.
     """
     if (vision := arch.vision) is None:
         return 0.0, 0.0
     actor, data, layer = config.actor, config.data, tower_layer_bytes(vision, itemsize)
     largest, together = image_tokens(data, vision)
     tokens = actor.ppo_max_token_len_per_gpu * together / (data.max_prompt_length + data.max_response_length)
-    merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width
+    merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width * (1 + vision.levels)
     kept = vision.merge**2 * vision.width * itemsize if recomputes_all(actor.megatron) else layer  # inputs only
     per_token = 0 if actor.vision.freeze_tower else vision.depth * kept
     per_token += merger if per_token or not actor.vision.freeze_merger else 0
-    return actor.megatron.pipeline_model_parallel_size * tokens * per_token, float(largest * layer)
+    per_token += itemsize * arch.hidden_size * (1 + vision.levels) if vision.levels else 0
+    rotated = (
+        44 * vision.merge**2 * vision.width
+    )  # measured: a forward pass, which rotates in float32, needs at least this
+    return actor.megatron.pipeline_model_parallel_size * tokens * per_token, float(largest * max(layer, rotated))
 
 
 def merged_bytes(

@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
-from grpo_megatron.data.images import image_patches, rope_positions
+from grpo_megatron.data.images import image_patches, published_processor, rope_positions
 from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
 from grpo_megatron.rollout.engine import Completion, EngineSetup, Request, StatefulEngine, load_verified
@@ -161,6 +161,7 @@ class RowModel:
         self._embed = self.module.get_input_embeddings()
         self._tower: Any = getattr(self.module.base_model, "visual", None)
         self._vision: Any = vision
+        self._norm = published_processor(config.model_type)[:2]
         self.features: dict[str, Tensor] = {}  # image's digest -> features; to be emptied when the weights change
 
     def tensors(self) -> dict[str, Tensor]:
@@ -206,26 +207,41 @@ class RowModel:
         embeddings, positions = self._embed(tokens), torch.arange(length)
         # Causal: no real token sees the padding after it.
         mask = _mask(positions > positions.unsqueeze(1), self.module.dtype)[None, None]
-        rotations = positions.expand(len(sequences), -1)
+        rotations, deep = positions.expand(len(sequences), -1), dict[str, Any]()
         if any(images):
             per_row = [torch.from_numpy(rope_positions(length, row_images)) for row_images in images]
             rotations = torch.stack(per_row, dim=1)  # [3, n, T]
+            is_image, inner = torch.zeros(tokens.shape, dtype=torch.bool), []
             for row, image in ((row, image) for row, row_images in enumerate(images) for image in row_images):
-                embeddings[row, image.first : image.first + image.num_tokens] = self._features(image)
-        return self._states(embeddings, rotations, mask, cache)
+                place, features = slice(image.first, image.first + image.num_tokens), self._features(image)
+                embeddings[row, place], is_image[row, place] = features[0], True
+                inner.append(features[1:])
+            if levels := torch.cat(inner, dim=1).unbind():
+                deep = {"visual_pos_masks": is_image, "deepstack_visual_embeds": levels}
+        return self._states(embeddings, rotations, mask, cache, **deep)
 
     def _features(self, image: PromptImage) -> Tensor:
+        """Computes the features of an image and, for DeepStack, those of inner layers [1 + levels, tokens, h]."""
         if image.digest not in self.features:
             merge = self._vision.spatial_merge_size
-            patches = torch.from_numpy(image_patches(image, self._vision.patch_size, merge)).to(self.module.dtype)
-            output = self._tower(patches, grid_thw=torch.tensor([[1, image.size[0] * merge, image.size[1] * merge]]))
-            self.features[image.digest] = getattr(output, "pooler_output", output)
+            patches = image_patches(image, self._vision.patch_size, merge, self._norm)
+            grid = torch.tensor([[1, image.size[0] * merge, image.size[1] * merge]])
+            output = self._tower(torch.from_numpy(patches).to(self.module.dtype), grid_thw=grid)
+            features = [getattr(output, "pooler_output", output), *getattr(output, "deepstack_features", ())]
+            self.features[image.digest] = torch.stack(features)
         return self.features[image.digest]
 
-    def _states(self, embeddings: Tensor, rotations: Tensor, mask: Tensor, cache: PromptCache | RowCache) -> Tensor:
+    def _states(
+        self, embeddings: Tensor, rotations: Tensor, mask: Tensor, cache: PromptCache | RowCache, **deep: Any
+    ) -> Tensor:
         """Computes hidden states [n, T, h]. `rotations`: RoPE's positions [n, T], or [3, n, T] with images."""
         states: Tensor = self._decoder(
-            inputs_embeds=embeddings, position_ids=rotations, attention_mask=mask, past_key_values=cache, use_cache=True
+            inputs_embeds=embeddings,
+            position_ids=rotations,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **deep,
         ).last_hidden_state
         return states
 

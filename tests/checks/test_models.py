@@ -5,6 +5,7 @@ Each message names the key and the remedy. The run is that of tests/runs.py, on 
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -31,6 +32,7 @@ from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes
 from grpo_megatron.models.layers.precision import precision_problems
+from grpo_megatron.planning.layout import world_problems
 from grpo_megatron.planning.parameters import memory_of_stages
 from grpo_megatron.rollout import transformers_engine
 from grpo_megatron.rollout.build import engine_problems
@@ -395,12 +397,54 @@ def test_fp8_is_of_the_decoder(tmp_path: Path) -> None:
     assert texts(precision_problems(config, READS_IMAGES)) == texts(precision_problems(config, READS_TEXT))
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe"])
-def test_another_generation_is_refused_by_name(family: str) -> None:
-    with pytest.raises(
-        UnsupportedModel, match=f"model_type={family}: its angles are interleaved .* use a Qwen2.5-VL or"
-    ):
-        architecture_of({**published_config("Qwen2.5-VL-3B-Instruct"), "model_type": family})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "qwen3_vl_moe"},
+            "model_type=qwen3_vl_moe: its files have the experts of a layer in one tensor",
+        ),
+        ({"rope_scaling": {"mrope_section": [24, 20, 20]}}, "mrope_interleaved=False: qwen3_vl has true"),
+        ({"rope_scaling": {"mrope_section": [24, 20, 21]}}, r"mrope_section=\[24, 20, 21\] must be three sizes"),
+        ({"attention_bias": True}, "Qwen3-VL with attention_bias=true"),
+        ({"deepstack_visual_indexes": [8, 27]}, r"deepstack_visual_indexes=\[8, 27\] must be increasing .* has 27"),
+        ({"deepstack_visual_indexes": [16, 8]}, r"deepstack_visual_indexes=\[16, 8\] must be increasing"),
+        ({"num_hidden_layers": 2}, "no more than the decoder's 2 layers"),
+        ({"hidden_act": "gelu"}, "vision_config.hidden_act='gelu'"),
+    ],
+)
+def test_what_qwen3_vl_cannot_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    config = copy.deepcopy(published_config("Qwen3-VL-8B-Instruct"))
+    for key, value in changes.items():
+        next(part for part in (config, config["vision_config"], config["text_config"]) if key in part)[key] = value
+    with pytest.raises(UnsupportedModel, match=message):
+        architecture_of(config)
+
+
+def test_deepstack_needs_layers_outside_cuda_graphs(tmp_path: Path) -> None:
+    config = config_of(tmp_path, ["actor.megatron.override_transformer_config={cuda_graph_impl: local}"])
+    (problem,) = texts(vision_problems(config, published.architecture("Qwen3-VL-8B-Instruct")))
+    assert "={'cuda_graph_impl': 'local'}: this model (qwen3_vl) reads images, and adds them behind 3 layers" in problem
+    assert not texts(vision_problems(config, READS_IMAGES))
+
+
+def test_deepstack_needs_its_layers_in_the_first_stage(tmp_path: Path) -> None:
+    """36 layers: three in each of 12 stages, two in each of 18."""
+    arch = published.architecture("Qwen3-VL-8B-Instruct")
+
+    first = "actor.megatron.override_transformer_config.num_layers_in_first_pipeline_stage"
+
+    def problems(pp: int, *overrides: str) -> list[str]:
+        config = config_of(tmp_path, [f"actor.megatron.pipeline_model_parallel_size={pp}", *overrides])
+        return texts(world_problems(config, pp, arch))
+
+    reason = "of 36 layers to the first stage, which has the tower, and images are added behind the first 3 (DeepStack)"
+    assert problems(18) == [
+        f"actor.megatron.pipeline_model_parallel_size=18 leaves 2 {reason}; set {first}=3 or more, or"
+        " actor.megatron.pipeline_model_parallel_size=12"
+    ]
+    assert problems(6, f"{first}=1") == [f"{first}=1 leaves 1 {reason}; set it to 3 or more"]
+    assert not problems(12) and not problems(6, f"{first}=6")
 
 
 @pytest.fixture(scope="module")

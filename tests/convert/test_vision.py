@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -38,17 +39,26 @@ def module_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.both_stacks
-@pytest.mark.parametrize("layout", ["text_config", "flat", "tied", "module names"])
-@pytest.mark.parametrize("family", vision.TOWERS)
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        *itertools.product(("qwen2_5_vl", "qwen2_vl"), ("text_config", "flat", "tied", "module names")),
+        *itertools.product(("qwen3_vl",), ("text_config", "tied")),
+    ],
+)
 def test_bitwise(
     family: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every tensor, also the five-dimensional one. `tied` is the 3B's form; the published folders are `flat`."""
+    """Every tensor, also the five-dimensional one. `tied` is the 3B's form; the published folders are `flat`.
+
+    Qwen3-VL's have `text_config` and names of modules, which are written, too.
+    """
     monkeypatch.setattr(source_module, "BLOCK_ELEMENTS", 3000)
     monkeypatch.setattr(megatron, "FILE_BYTES", 100_000)
     source = vision.make_model(tmp_path / "hf", family, tie_word_embeddings=layout == "tied")
     wanted = tensors_of(source)
-    assert wanted["visual.patch_embed.proj.weight"].dim() == 5 and ("lm_head.weight" in wanted) == (layout != "tied")
+    patches = "model.visual.patch_embed.proj.weight" if family == "qwen3_vl" else "visual.patch_embed.proj.weight"
+    assert wanted[patches].dim() == 5 and ("lm_head.weight" in wanted) == (layout != "tied")
     if layout == "flat":
         (source / "config.json").write_text(json.dumps(vision.flat_config(source)))
     if layout == "module names":
@@ -118,12 +128,14 @@ def check_servers_read(folder: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), [pytest.param("qwen2_5_vl", "TP2+SP", marks=pytest.mark.soak), ("qwen2_vl", "PP2")]
+    ("family", "layout"),
+    [pytest.param("qwen2_5_vl", "TP2+SP", marks=pytest.mark.soak), ("qwen2_vl", "PP2"), ("qwen3_vl", "TP2+SP")],
 )
 def test_a_runs_folders_are_read_by_transformers(family: str, layout: str, tmp_path: Path) -> None:
     """The export at the end, and `to-hf` of the step: the same bits, all of them used, and the processor's files."""
     model = vision.make_model(tmp_path / "model", family)
-    (model / "config.json").write_text(json.dumps(vision.flat_config(model)))
+    if family != "qwen3_vl":
+        (model / "config.json").write_text(json.dumps(vision.flat_config(model)))
     before = tensors_of(model)
     if layout == "PP2":
         put(model, module_names(before))

@@ -30,7 +30,7 @@ from grpo_megatron.checks.resume import InputDigests, input_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data import images as images_module
 from grpo_megatron.data import rows as rows_module
-from grpo_megatron.data.images import ImageFormat, image_patches, rope_positions
+from grpo_megatron.data.images import ImageFormat, image_patches, published_processor, rope_positions
 from grpo_megatron.data.prompts import load_prompts, reward_item
 from grpo_megatron.data.responses import load_offline_groups, load_pairs, load_steps
 from grpo_megatron.data.tokenizer import TurnRenderer, _memory_limit, load_tokenizer
@@ -266,25 +266,31 @@ def read_qwen2() -> dict[str, Any]:
 # -- the processor -----------------------------------------------------------------------------------------------------
 
 
-def test_sizes_and_patches_are_those_of_the_published_processor(model: Path, tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "patch"), [("qwen2_5_vl", 14), ("qwen3_vl", 16)])
+def test_sizes_and_patches_are_those_of_the_published_processor(
+    family: str, patch: int, tokenizer: Any, tmp_path: Path
+) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    low, high = 4 * CELL * CELL, 40 * CELL * CELL
-    form = format_of(model, tokenizer, image_min_pixels=low, image_max_pixels=high)
+    cell, (mean, std, *_) = 2 * patch, published_processor(family)
+    low, high = 4 * cell * cell, 40 * cell * cell
+    make_config(family, tower={"patch_size": patch}).save_pretrained(tmp_path)
+    form = format_of(tmp_path, tokenizer, image_min_pixels=low, image_max_pixels=high)
     draws = np.random.default_rng(0).integers(1, 900, (2000, 2)).tolist()
     edges = [(1, 1), (10, 1000), (2000, 10), (13, 14), (14, 42), *draws]
     for width, height in edges:
         if max(width, height) <= 200 * min(width, height):
-            expected = smart_resize(height, width, CELL, low, high)
-            assert form.size(width, height) == (expected[0] // CELL, expected[1] // CELL), (width, height)
-    processor = Qwen2VLImageProcessorPil(min_pixels=low, max_pixels=high)
+            expected = smart_resize(height, width, cell, low, high)
+            assert form.size(width, height) == (expected[0] // cell, expected[1] // cell), (width, height)
+    settings = {"patch_size": patch, "image_mean": mean, "image_std": std}
+    processor = Qwen2VLImageProcessorPil(min_pixels=low, max_pixels=high, **settings)
     for number, (width, height) in enumerate([(56, 84), (61, 47), (333, 210), (9, 31)]):
         drawn = draw(number, width, height)
         drawn.save(tmp_path / "a.png")
         [image] = form.read({"image": "a.png"}, tmp_path, [0])
         out = processor(drawn, return_tensors="np")
         assert out["image_grid_thw"].tolist() == [[1, 2 * image.size[0], 2 * image.size[1]]]
-        assert np.abs(image_patches(image, 14, 2) - out["pixel_values"]).max() < 1e-6
+        assert np.abs(image_patches(image, patch, 2, (mean, std)) - out["pixel_values"]).max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -297,7 +303,11 @@ def test_sizes_and_patches_are_those_of_the_published_processor(model: Path, tok
             (784, 1568),
         ),
         ("processor_config.json", {"image_processor": {"max_pixels": 7840}}, (3136, 7840)),
-        ("preprocessor_config.json", {"image_mean": list(images_module.MEAN), "do_resize": True}, (3136, 12845056)),
+        (
+            "preprocessor_config.json",
+            {"image_mean": list(published_processor("").mean), "do_resize": True},
+            (3136, 12845056),
+        ),
         ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, r"image_mean=\[0.5, 0.5, 0.5\] is not supported"),
         ("preprocessor_config.json", {"image_std": "x"}, "image_std='x' is not supported"),
         ("preprocessor_config.json", {"resample": 2}, "resample=2 is not supported; 3 is"),

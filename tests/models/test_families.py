@@ -95,6 +95,7 @@ COUNTS = {
     "Qwen2.5-VL-7B-Instruct": 8_292_166_656,
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-VL-8B-Instruct": 8_767_123_696,
 }
 
 

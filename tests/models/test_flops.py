@@ -87,6 +87,9 @@ def test_images_add_the_towers_flop() -> None:
     """
     arch = published.architecture("Qwen2.5-VL-7B-Instruct")
     assert tower_parameters(arch) == 4 * (32 * 19_686_400 + 1_505_280) + 44_564_480 == 2_570_444_800
+    # Qwen3-VL-8B's: 27 layers of 4 * 1152^2 + 2 * 1152 * 4304 after 6 * 16^2 * 1152; four mergers of 4608^2 + 4608 * 4096
+    third = published.architecture("Qwen3-VL-8B-Instruct")
+    assert tower_parameters(third) == 4 * (27 * 15_224_832 + 1_769_472) + 4 * 40_108_032
     assert tower_parameters(QWEN_7B) == 0 and active_parameters(arch) == active_parameters(QWEN_7B)
     timings = {"timing_s/update_actor": 0.1, "timing_s/old_log_prob": 0.1}
     plain, frozen, trained = (

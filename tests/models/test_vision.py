@@ -250,8 +250,10 @@ def logprobs_of(folder: Path, weights: Tensors) -> list[torch.Tensor]:
 
 
 OF_EVERY_RUN = [("qwen2_5_vl", "1"), ("qwen2_vl", "1"), ("qwen2_5_vl", "TP2xPP2+SP"), ("qwen2_5_vl", "TP2")]
+OF_EVERY_RUN += [("qwen3_vl", name) for name in ("1", "TP2", "TP2xPP2+SP")]
 IN_THE_SOAK = [("qwen2_5_vl", name) for name in ("TP2+SP", "PP2", "DP2", "DP2xTP2")]
-IN_THE_SOAK += [("qwen2_vl", name) for name in ("TP2", "TP2+SP", "PP2", "DP2")]
+IN_THE_SOAK += [(family, name) for family in ("qwen2_vl", "qwen3_vl") for name in ("TP2", "TP2+SP", "PP2", "DP2")]
+IN_THE_SOAK.remove(("qwen3_vl", "TP2"))
 
 
 @pytest.mark.both_stacks
@@ -290,21 +292,22 @@ def test_windows_of_a_size_are_one_kernel_call(models: dict[str, Path], monkeypa
     torch.testing.assert_close(computed, expected, rtol=0, atol=1e-6)
 
 
-def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path]) -> None:
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_what_is_frozen_stays_and_is_computed_once(models: dict[str, Path], family: str) -> None:
     """A frozen tower computes each of the four images once for three passes, a trained one at every pass."""
-    (found,) = freezing(folder=models["qwen2_5_vl"])
-    first = vision.load(models["qwen2_5_vl"]).state_dict()
+    (found,) = freezing(folder=models[family])
+    first = vision.load(models[family]).state_dict()
     before = {vision.in_file(name): tensor for name, tensor in first.items()}
     for (tower, merger), result in found.items():
-        assert any(".merger." in name for name in result["trained"]) == (not merger)
-        assert any(".merger." not in name for name in result["trained"]) == (not tower)
+        assert any("merger" in name for name in result["trained"]) == (not merger)
+        assert any("merger" not in name for name in result["trained"]) == (not tower)
         assert result["computed"] == (4 if tower and merger else 12)
         torch.testing.assert_close(result["before"], found[True, True]["before"], rtol=0, atol=0)
         for name, tensor in result["weights"].items():
-            is_frozen = name.startswith("visual.") and (merger if ".merger." in name else tower)
+            is_frozen = name.startswith("visual.") and (merger if "merger" in name else tower)
             assert torch.equal(tensor, before[name]) == is_frozen, name
     # The log-probabilities after the update are those of the new weights, also of the tower's.
-    close_rows(found[False, False]["after"], logprobs_of(models["qwen2_5_vl"], found[False, False]["weights"]))
+    close_rows(found[False, False]["after"], logprobs_of(models[family], found[False, False]["weights"]))
 
 
 def test_a_reference_off_the_device_keeps_its_features(models: dict[str, Path]) -> None:
@@ -326,21 +329,24 @@ def test_bfloat16_keeps_the_angles_of_the_tower_in_float32(models: dict[str, Pat
         assert (found["logprobs"][row, : len(response)] - want).abs().mean() < 0.1  # 0.03 (measured)
 
 
-@pytest.mark.parametrize("mode", ["merged", pytest.param("split", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [("qwen2_5_vl", "merged"), ("qwen3_vl", "merged"), pytest.param("qwen2_5_vl", "split", marks=pytest.mark.soak)],
+)
 def test_adapters_of_the_decoder_learn_beside_a_frozen_tower(
-    models: dict[str, Path], expected: dict[str, Any], mode: str
+    models: dict[str, Path], expected: dict[str, Any], family: str, mode: str
 ) -> None:
     """In every layout the same, with recomputed layers, whose gradients a frozen embedding would lose without a word."""
     results = [
-        lora(layout.world, folder=models["qwen2_5_vl"], layout=layout, mode=mode)[0]
+        lora(layout.world, folder=models[family], layout=layout, mode=mode)[0]
         for layout in (LAYOUTS[name] for name in ("1", "TP2+SP", "PP2"))
     ]
     for result in results:
-        close_rows(result["before"], expected["qwen2_5_vl"][0])
+        close_rows(result["before"], expected[family][0])
         assert all(name.endswith(("lora_a", "lora_b")) and name.startswith("decoder.") for name in result["names"])
         assert result["norm"] == pytest.approx(results[0]["norm"], rel=1e-5) and result["norm"] > 0
         torch.testing.assert_close(result["after"], results[0]["after"], rtol=0, atol=1e-4)
-    close_rows(results[0]["after"], logprobs_of(models["qwen2_5_vl"], results[0]["weights"]))
+    close_rows(results[0]["after"], logprobs_of(models[family], results[0]["weights"]))
 
 
 @pytest.mark.soak
@@ -361,19 +367,30 @@ def test_a_checkpoint_goes_through_changes_of_layout(models: dict[str, Path], tm
     assert changed == before.keys()
 
 
+SERVED = [("qwen2_5_vl", "1"), ("qwen2_5_vl", "TP2"), ("qwen3_vl", "PP2")]
+
+
 @pytest.mark.both_stacks
 @pytest.mark.parametrize(
-    "layout", [*(pytest.param(name, marks=pytest.mark.soak) for name in ("1", "TP2")), "TP2+SP", "PP2"]
+    ("family", "layout"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in SERVED),
+        ("qwen2_5_vl", "TP2+SP"),
+        ("qwen2_5_vl", "PP2"),
+        ("qwen3_vl", "TP2+SP"),
+    ],
 )
-def test_the_transformers_engine_computes_what_the_policy_does(models: dict[str, Path], layout: str) -> None:
+def test_the_transformers_engine_computes_what_the_policy_does(
+    models: dict[str, Path], family: str, layout: str
+) -> None:
     """After each of three syncs of a policy whose tower is trained. Samples are those of each request alone.
 
     Gradients of copies on two tensor-parallel ranks are unequal: after an update the copies are equal all the same.
     """
     shape = LAYOUTS[layout]
-    for result in serve(shape.world, folder=models["qwen2_5_vl"], layout=shape):
+    for result in serve(shape.world, folder=models[family], layout=shape):
         assert max(result["differences"]) <= 1e-5
-        model = vision.load(models["qwen2_5_vl"])
+        model = vision.load(models[family])
         model.load_state_dict({n: result["weights"][vision.in_file(n)] for n in model.state_dict()})
         for prompt, images, response, logprobs in [*result["samples"], result["continued"]]:
             want = vision.logprobs(model, prompt, images, response).detach()

@@ -40,6 +40,7 @@ CASES = {
             ("llama-tied", "float32", 1, False),
             ("qwen3-moe", "float32", 1, False),
             ("qwen2_vl", "bfloat16", 1, False),
+            ("qwen3_vl", "bfloat16", 1, False),
         ],
     ),
     "2": (
@@ -53,6 +54,7 @@ CASES = {
             ("mixtral", "bfloat16", 2, True),
             ("qwen2_vl", "float32", 1, False),
             ("qwen2_5_vl", "bfloat16", 1, True),
+            ("qwen3_vl", "float32", 1, False),
         ],
     ),
 }
@@ -78,6 +80,7 @@ CLASSES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
 }
 # vLLM's attention on CPU needs head sizes that are multiples of 32
 CHANGES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}

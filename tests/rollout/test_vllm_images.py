@@ -18,9 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_megatron.config import RolloutConfig
-from grpo_megatron.data.images import MEAN, STD
+from grpo_megatron.data.images import published_processor
 from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.weights.hf_folder import published_name
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import engine_problems
@@ -45,7 +46,8 @@ class ImageWorld(World):
         self.device, self.folder = Device("cpu"), str(folder)
         self.mesh = build_mesh(self.device, tp=1, pp=1, rollout_tp=tp)
         self.tensors = engine_tensors(read_architecture(folder), tp, reads_shards=True)
-        self.weights, self.model = load_file(folder / "model.safetensors"), vision.load(folder)
+        stored, self.model = load_file(folder / "model.safetensors"), vision.load(folder)
+        self.weights = {published_name(name): tensor for name, tensor in stored.items()}
         self.prompts = vision.make_prompts()
         with _console() as console:
             self.engine: Any = self.build()
@@ -152,7 +154,8 @@ def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
         lambda model: mock.patch.object(model, "embed_multimodal", wraps=model.embed_multimodal)
     )
     requests = [request for request in world.requests(max_tokens=4) if request.images]
-    name = "visual.merger.mlp.0.weight"
+    names = ("visual.merger.mlp.0.weight", "visual.deepstack_merger_list.0.linear_fc1.weight")
+    [name] = [name for name in names if name in world.weights]
     world.load(world.engine, world.engine.version + 1)
     with runs as calls:
         before = world.generate([*requests, *requests])
@@ -231,6 +234,8 @@ WORLDS: dict[str, tuple[str, int, list[Callable[[ImageWorld], None]]]] = {
     "qwen2_5_vl": ("qwen2_5_vl", 1, [*CHECKS, the_tower_is_measured, patches_are_normalised_once]),
     "published config, block": ("qwen2_vl", 2, CHECKS[:4]),
     "block": ("qwen2_5_vl", 2, CHECKS),
+    "qwen3_vl": ("qwen3_vl", 1, CHECKS),
+    "qwen3_vl, block": ("qwen3_vl", 2, CHECKS),
 }
 
 
@@ -248,8 +253,8 @@ def test_what_the_engine_sets_for_images_cannot_be_set() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("qwen2_5_vl", marks=pytest.mark.both_stacks),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in WORLDS if name != "qwen2_5_vl"),
+        *(pytest.param(name, marks=pytest.mark.both_stacks) for name in vision.TOWERS if name in WORLDS),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in WORLDS if name not in vision.TOWERS),
     ],
 )
 def test_world(name: str, tmp_path: Path) -> None:
@@ -257,12 +262,13 @@ def test_world(name: str, tmp_path: Path) -> None:
     folder = vision.make_model(tmp_path, family)
     if "published" in name:
         (folder / "config.json").write_text(json.dumps(vision.flat_config(folder)))
+    mean, std, *_ = published_processor(family)
     normalised = {
         "rescale_factor": 1 / 255,
         "do_rescale": True,
         "do_normalize": True,
-        "image_mean": MEAN,
-        "image_std": STD,
+        "image_mean": mean,
+        "image_std": std,
     }
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"image_processor_type": "Qwen2VLImageProcessor", **normalised})

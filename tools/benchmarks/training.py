@@ -629,7 +629,7 @@ def measure_tower(args: argparse.Namespace) -> int:
     import torch
     from torch.nn import functional
 
-    from grpo_megatron.data.images import image_patches
+    from grpo_megatron.data.images import image_patches, published_processor
     from grpo_megatron.models.architecture import Vision
     from grpo_megatron.models.vision import Features, build_tower
     from grpo_megatron.types import PromptImage
@@ -637,12 +637,13 @@ def measure_tower(args: argparse.Namespace) -> int:
     device, edge = torch.device("cuda" if torch.cuda.is_available() else "cpu"), round(args.pixels**0.5 / 28)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     sizes = {"depth": args.layers, "fullatt_block_indexes": [args.layers - 1], "hidden_size": TOWER["width"]}
-    vision = Vision(json.dumps(sizes), gated=True, sections=(16, 24, 24), depth=args.layers, **TOWER)
+    norm = published_processor("qwen2_5_vl")[:2]
+    vision = Vision(json.dumps(sizes), gated=True, sections=(16, 24, 24), norm=norm, depth=args.layers, **TOWER)
     tower: Any = build_tower(vision, 2048, dtype, device)
     for parameter in tower.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     image = PromptImage("", (edge, edge), 0, random.Random(0).randbytes(3 * (28 * edge) ** 2))
-    patches = torch.from_numpy(image_patches(image, 14, 2)).to(device, dtype)
+    patches = torch.from_numpy(image_patches(image, 14, 2, vision.norm)).to(device, dtype)
     grid, features, kernel = (
         torch.tensor([[1, 2 * edge, 2 * edge]], device=device),
         Features(vision, dtype),

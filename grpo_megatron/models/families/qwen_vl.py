@@ -1,8 +1,8 @@
-"""Qwen2-VL and Qwen2.5-VL: Qwen2's decoder with M-RoPE, and a vision tower (arXiv 2409.12191, 2502.13923).
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the decoder of Qwen2, or Qwen3, with M-RoPE, and a vision tower.
 
-Their files have Qwen2's names for the decoder, and `visual.` before those of the tower. transformers 5 writes a decoder's
-settings into `text_config`; the folders on the Hub have them at the top. Qwen3-VL interleaves the sections of its angles and
-adds features behind several layers, which no table expresses: it is refused.
+arXiv 2409.12191, 2502.13923, 2511.21631. The table has the decoder's names of Qwen2, and `visual.` before those of the tower.
+Files of Qwen3-VL have other beginnings (weights/hf_folder.py). The first two families' folders on the Hub have a decoder's
+settings at the top, Qwen3-VL's and those of transformers 5 in `text_config`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_megatron.data.images import published_processor
 from grpo_megatron.models.architecture import Architecture, UnsupportedModel, Vision, common_settings
 from grpo_megatron.models.families.decoders import ModelFamily
 from grpo_megatron.models.weights.table import Replicated, WeightRow, decoder_table
+from grpo_megatron.untrusted import shown
 
 
 @dataclass(frozen=True)
@@ -28,16 +30,23 @@ class _TowerRow(Replicated):
 
 def _architecture(config: dict[str, Any]) -> Architecture:
     text, vision = {**config, **(config.get("text_config") or {})}, config["vision_config"]
+    is_older, is_third = config["model_type"] == "qwen2_vl", config["model_type"] == "qwen3_vl"
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     sections, head = rope.pop("mrope_section", None), text["hidden_size"] // text["num_attention_heads"]
+    head = text.get("head_dim") or head
     if not isinstance(sections, list) or len(sections) != 3 or 2 * sum(sections) != head:
         raise UnsupportedModel(f"mrope_section={sections} must be three sizes with the sum {head} / 2 (half a head)")
+    interleaved = rope.pop("mrope_interleaved", False)
+    if interleaved is not is_third:  # transformers does not read it, vLLM does
+        raise UnsupportedModel(
+            f"mrope_interleaved={interleaved}: {config['model_type']} has {'true' if is_third else 'false'}"
+        )
     rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
     settings = common_settings(
         {**text, "rope_scaling": None, "rope_parameters": {"rope_theta": text.get("rope_theta"), **rope}}
     )
-    is_older = config["model_type"] == "qwen2_vl"
-    if vision.get("hidden_act", "quick_gelu" if is_older else "silu") != ("quick_gelu" if is_older else "silu"):
+    act = "quick_gelu" if is_older else "gelu_pytorch_tanh" if is_third else "silu"
+    if vision.get("hidden_act", act) != act:
         raise UnsupportedModel(f"vision_config.hidden_act={vision['hidden_act']!r} is not supported")
     if vision.get("temporal_patch_size", 2) != 2 or vision.get("in_channels", vision.get("in_chans", 3)) != 3:
         raise UnsupportedModel(
@@ -47,21 +56,34 @@ def _architecture(config: dict[str, Any]) -> Architecture:
     out = vision.get("hidden_size" if is_older else "out_hidden_size", text["hidden_size"])
     if out != text["hidden_size"]:
         raise UnsupportedModel(f"the tower writes features of {out} numbers, and hidden_size is {text['hidden_size']}")
+    levels = vision.get("deepstack_visual_indexes", [8, 16, 24]) if is_third else []
+    if sorted({*levels} & {*range(vision["depth"])}) != list(levels) or len(levels) > text["num_hidden_layers"]:
+        raise UnsupportedModel(
+            f"deepstack_visual_indexes={shown(levels)} must be increasing layers of the tower, which has"
+            f" {vision['depth']}, and no more than the decoder's {text['num_hidden_layers']} layers"
+        )
+    processor = published_processor(config["model_type"])
     tower = Vision(
         config=json.dumps(vision, sort_keys=True),
-        gated=not is_older,
+        gated=not is_older and not is_third,
         sections=tuple(sections),
+        norm=(processor.mean, processor.std),
         depth=vision["depth"],
         width=width,
         ffn_width=int(width * vision["mlp_ratio"]) if is_older else vision["intermediate_size"],
-        patch=vision.get("patch_size", 14),
+        patch=vision.get("patch_size", processor.patch),
         merge=vision.get("spatial_merge_size", 2),
         token_id=config["image_token_id"],
+        positions=vision.get("num_position_embeddings", 2304) if is_third else 0,
+        levels=len(levels),
     )
+    if is_third and text.get("attention_bias"):
+        raise UnsupportedModel("Qwen3-VL with attention_bias=true is not supported")
     window = text.get("sliding_window") if text.get("use_sliding_window") else None
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    biases = {"qkv_bias": not is_third, "qk_norm": is_third}
     return Architecture(
-        family=config["model_type"], tied=tied, qkv_bias=True, sliding_window=window, vision=tower, **settings
+        family=config["model_type"], tied=tied, sliding_window=window, vision=tower, **biases, **settings
     )
 
 
@@ -73,12 +95,12 @@ def _table(arch: Architecture) -> list[WeightRow]:
 
 def _refuse(config: dict[str, Any]) -> Architecture:
     raise UnsupportedModel(
-        f"model_type={config['model_type']}: its angles are interleaved and its tower adds features behind several layers"
-        " (DeepStack), which is not supported; use a Qwen2.5-VL or Qwen2-VL model"
+        f"model_type={config['model_type']}: its files have the experts of a layer in one tensor, which is not supported;"
+        " use a dense Qwen3-VL, or a Qwen2.5-VL model"
     )
 
 
 VISION_MODELS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ModelFamily(_architecture, _table)),
-    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ModelFamily(_refuse, _table)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ModelFamily(_architecture, _table)),
+    "qwen3_vl_moe": ModelFamily(_refuse, _table),
 }

@@ -31,7 +31,7 @@ from torch import Tensor
 from grpo_megatron.config import ConfigError, MegatronConfig
 from grpo_megatron.device import Device, read_hardware
 from grpo_megatron.imports import replaced
-from grpo_megatron.models.architecture import Architecture, Latent, Yarn, megatron_fields
+from grpo_megatron.models.architecture import Architecture, Latent, Vision, Yarn, megatron_fields
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
     HeadsRMSNorm,
@@ -298,6 +298,21 @@ def latent_config(arch: Architecture, latent: Latent) -> dict[str, Any]:
     }
 
 
+def mrope_chunks(vision: Vision) -> list[int]:
+    """Returns sizes of chunks of half a head's angles. Megatron-Core's chunk i turns with the axis i % 3: time, row, column.
+
+    Qwen3-VL's angle j turns with the axis j % 3 while that has angles left in its section, then with the time. Chunks of size 0
+    skip an axis.
+    """
+    if not vision.positions:
+        return list(vision.sections)
+    chunks: list[int] = []
+    for angle in range(sum(vision.sections)):
+        axis = angle % 3 if angle < 3 * vision.sections[angle % 3] else 0
+        chunks += [0] * ((axis - len(chunks)) % 3) + [1]
+    return chunks + [0] * (-len(chunks) % 3)
+
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -342,7 +357,7 @@ def transformer_config(
     if arch.rope_yarn is not None:  # the fused kernel for packed sequences would silently drop the attention factor
         settings["apply_rope_fusion"] = False
     if arch.vision is not None:  # as would the kernel for the angles of rows and columns
-        settings |= {"apply_rope_fusion": False, "mrope_section": list(arch.vision.sections)}
+        settings |= {"apply_rope_fusion": False, "mrope_section": mrope_chunks(arch.vision)}
     try:
         config = (MLATransformerConfig if arch.latent else TransformerConfig)(**settings)
     except Exception as error:

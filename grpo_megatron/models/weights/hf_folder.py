@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -173,6 +174,13 @@ def published_name(name: str) -> str:
     return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
 
+def name_in_file(name: str, model_type: str) -> str:
+    """Returns the name that the published files of a family have for a tensor: those of Qwen3-VL have its modules' names."""
+    if not model_type.startswith("qwen3_vl"):
+        return name
+    return re.sub(r"^(?=visual\.)", "model.", re.sub(r"^model\.", "model.language_model.", name))
+
+
 def _read_index(path: Path) -> dict[str, str] | None:
     """Name -> file of an index; None without one. Raises WeightsError for a name that is no file of its folder."""
     if not path.exists():
@@ -283,7 +291,7 @@ def save_hf(
     task = f"cannot write {target}"
     with contextlib.ExitStack() as stack:  # after an error it removes what was written
         writer = _ShardWriter(target, shard_bytes)
-        on_first_rank(mesh, task, functools.partial(writer.start, stack))
+        on_first_rank(mesh, task, functools.partial(writer.start, stack, source))
         for bucket in stream:
             on_first_rank(mesh, task, functools.partial(writer.add, bucket))
         on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source, serving))
@@ -300,13 +308,14 @@ class _ShardWriter:
         self.shards: list[list[str]] = []
         self.total, self.dtype = 0, "float32"
 
-    def start(self, stack: contextlib.ExitStack) -> None:
+    def start(self, stack: contextlib.ExitStack, source: Path) -> None:
         """Create the partial folder. Closing `stack` publishes it."""
+        self.config = json.loads((source / "config.json").read_text())
         self.folder = stack.enter_context(new_folder(self.target))
 
     def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
-            self.waiting[name] = tensor.detach().to("cpu", copy=True)
+            self.waiting[name_in_file(name, self.config["model_type"])] = tensor.detach().to("cpu", copy=True)
             if tensor.dim() > 1:  # not the float32 biases of a router
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
@@ -334,9 +343,7 @@ class _ShardWriter:
             weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        config = json.loads((source / "config.json").read_text())
-        config.pop("torch_dtype", None)
-        config["dtype"] = self.dtype
+        config = {key: value for key, value in self.config.items() if key != "torch_dtype"} | {"dtype": self.dtype}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_companions(self.folder, source, tokenizer_source, serving)
 

@@ -14,11 +14,12 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from grpo_megatron.data.images import image_patches
+from grpo_megatron.data.images import image_patches, published_processor
 from grpo_megatron.types import PromptImage
 
 
@@ -30,12 +31,13 @@ class EngineInputs:
 
         vision = getattr(config, "vision_config", None)
         patch, merge = getattr(vision, "patch_size", 0), getattr(vision, "spatial_merge_size", 0)
+        norm = published_processor(config.model_type)[:2]
 
         class Patches(MultiModalFlatField):
             """Patches made when the tower runs: until then a request has the pixels, an eighth of the bytes."""
 
             def _reduce_data(self, batch: list[Any], *, pin_memory: bool) -> Any:
-                return torch.cat([torch.from_numpy(image_patches(image, patch, merge)) for image in batch])
+                return torch.cat([torch.from_numpy(image_patches(image, patch, merge, norm)) for image in batch])
 
         self._merge = merge
         self._patches, self._grid = Patches(slices=[]), MultiModalBatchedField(keep_on_cpu=True)
@@ -100,6 +102,10 @@ def serve_images(model: Any, max_tokens: int) -> None:
             return EngineInputs(config).prompt([0] * count, [PromptImage("", (edge, edge), 0, pixels)])
 
     MULTIMODAL_REGISTRY.register_processor(Given, info=Info, dummy_inputs=Empty)(model)
+    prefixes = dict(model.hf_to_vllm_mapper.orig_to_new_prefix)
+    if not any("model.layers.".startswith(prefix) for prefix in prefixes):  # Qwen3-VL: the names of its files only
+        prefixes["model."] = "language_model.model."
+        model.hf_to_vllm_mapper = replace(model.hf_to_vllm_mapper, orig_to_new_prefix=prefixes)
 
 
 @contextlib.contextmanager
