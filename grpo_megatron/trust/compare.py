@@ -8,10 +8,12 @@ each stage has a bound on what rounding explains, and a stage beyond its bound i
 
 with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
 the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update.
-Prompts, images, seeds, and rewards of equal responses have no rounding. A response parts where two logits are within the rounding
-of each other: n of them are explained while a Poisson number of mean 2 B * tokens reaches n with a probability above 1e-6.
+Prompts, images, seeds, and rewards of equal responses have no rounding, nor have advantages that follow from rewards alone. A
+response parts where two logits are within the rounding of each other: n of them are explained while a Poisson number of mean
+2 B * tokens reaches n with a probability above 1e-6.
 
-After the first step whose responses part, samples are others, and nothing is judged.
+In the first step whose responses part, gradients and weights are of other samples; after it, nothing is judged. docs/trust.md has
+the differences of honest pairs that the bounds were chosen from.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ from grpo_megatron.trust.values import row_values, weight_values
 GRADIENT = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
 MAX_LEAVES = 8  # that are named of a stage
-NEAR = 1e-6  # token weights: sums of numbers of tokens
+NEAR = 1e-6  # token weights: sums of numbers of tokens; advantages of equal rewards
+REJECTED = 0.1  # the same where rounding decides which tokens rollout_rs rejects
+OTHER_SAMPLES = "of other samples"
 GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
@@ -316,9 +320,12 @@ class _Sides:
             return _named(poisson_tail(count, expected) > 1e-6), f"{count} rows, {expected:.2g} expected by rounding"
         if kind == "row":
             return self._judge_rows(stage, base, a, b, bound)
+        if "responses" in self.unequal:
+            return "explained", OTHER_SAMPLES
         if kind == "tensor" and base.endswith("weights"):
             return self._judge_weights(stage, a, b)
-        bound = self.scale * GRADIENT[self.precision] * (1 + 10 * self.num_updates)
+        num_updates = self.num_updates + int(stage.removeprefix(base))
+        bound = self.scale * GRADIENT[self.precision] * (1 + 10 * num_updates)
         left, right = (side.numbers(stage).astype(np.float64) for side in (a, b))
         if kind == "step":
             ratio = float(abs(left - right)[0, 0] / max(left[0, 0], 1e-30))
@@ -336,7 +343,7 @@ class _Sides:
         others = {row for name in ("prompts", "images", "responses") for row in self.unequal.get(name, ())}
         rows = [row for row in self.unequal[stage] if row not in others]
         if base in ("advantages", "token weights") and others:
-            return "explained", "of other samples"
+            return "explained", OTHER_SAMPLES
         if not rows:
             return "explained", f"{len(self.unequal[stage])} rows with other responses"
         left, right = (side.numbers(stage)[rows].astype(np.float64) for side in (a, b))
@@ -345,13 +352,21 @@ class _Sides:
             is_model = base == "scores" and self.settings.get("reward_model.path")
             largest = float(abs(left - right).max()) if left.size else math.inf
             return _named(bool(is_model) and largest <= bound), f"{len(rows)} rows with equal responses"
-        bound = NEAR if base == "token weights" else bound
+        rejects = bool(self.settings.get("algorithm.rollout_correction.rollout_rs")) and self.precision != "float32"
+        if base == "token weights" or (base == "advantages" and self._is_of_rewards(a)):
+            bound = REJECTED if rejects else NEAR
         distances = row_distances(left, right, a.numbers("responses")[rows, 0])
         scales = np.maximum(1.0, abs(left[:, 0])) if base != "token weights" else np.maximum(abs(left[:, 0]), 1e-30)
         ratio = float((distances / scales).max())
         in_one = [(side.nodes(stage, 0, 0, side.count(stage))[rows] == 0).sum() for side in (a, b)]
         lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
         return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
+
+    def _is_of_rewards(self, file: StepFile) -> bool:
+        """Tell whether advantages follow from rewards alone, and these are equal."""
+        has_models = "values" in file or "teacher log-probabilities" in file or "scores" in self.unequal
+        is_grouped = self.settings.get("algorithm.adv_estimator", "grpo") in GROUPED
+        return is_grouped and not has_models and not self.settings.get("algorithm.use_kl_in_reward")
 
     def _judge_weights(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
         before = self._before[0]

@@ -83,7 +83,9 @@ def column(name: str, row: int, change: Callable[[Any], Any]) -> At:
 
 
 def parameter(run: Any, name: str) -> Any:
-    return dict(run.policy.ddp.module.named_parameters())[name]
+    return {one.removeprefix("module."): p for one, p in run.policy.ddp.module.named_parameters()}[
+        name
+    ]  # of Float16Module
 
 
 def scaled(name: str, factor: float) -> Callable[[Any], Any]:
