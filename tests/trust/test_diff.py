@@ -101,6 +101,22 @@ def moment(kind: str, name: str) -> Callable[[Any], Any]:
     return lose
 
 
+def rounded(tensor: Any) -> Any:
+    return tensor.copy_(tensor.bfloat16().float())
+
+
+@contextlib.contextmanager
+def groups(**settings: Any) -> Iterator[None]:
+    """Other settings of the optimizer's parameter groups."""
+    of_run = RUN[0].policy.optimizer.param_groups
+    before = [{name: group[name] for name in settings} for group in of_run]
+    for group in of_run:
+        group.update(settings)
+    yield
+    for group, old in zip(of_run, before, strict=True):
+        group.update(old)
+
+
 def swap(samples: Any, name: str, one: int, other: int) -> None:
     values = getattr(samples[one], name), getattr(samples[other], name)
     for place, value in zip((other, one), values, strict=True):
@@ -179,6 +195,56 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "one element of one weight": (at("updated", 1, lambda run: parameter(run, QKV).data[0, 0].add_(1e-3)), 1, "weights",
         "model.layers.1.self_attn.q_proj.weight"),
     "random numbers that something takes": (at("updated", 0, lambda run: torch.rand(1)), 0, "random state", "rank 0"),
+    "a prompt that is asked twice": (at("prompts", 1, lambda p: p.__setitem__(3, p[2])), 1, "prompts", "row 9:"),
+    "a system prompt that one row has": (
+        sample(4, prompt=lambda p: replace(p, prompt_ids=(5, *p.prompt_ids))), 0, "prompts", "row 4:"),
+    "two samples with one seed": (at("samples", 0, lambda s: setattr(s[1], "seed", s[0].seed)), 0, "seeds", "row 1:"),
+    "a sample of weights that nobody has sent": (sample(4, weights_digest="other"), 0, "sampled by", "row 4:"),
+    "one token of a response": (sample(5, response_ids=lambda ids: [*ids[:-1], ids[-1] ^ 1]), 0, "responses", "row 5:"),
+    "two responses under each other's numbers": (
+        at("samples", 0, lambda s: [swap(s, name, 6, 7) for name in ("response_ids", "rollout_logprobs", "loss_mask")]),
+        0, "responses", "row 6:"),
+    "the engine's log-probabilities one token late": (
+        sample(2, rollout_logprobs=lambda old: [0.0, *old[:-1]]), 0, "engine log-probabilities", "row 2:"),
+    "a log-probability that the engine has not given": (
+        sample(10, rollout_logprobs=lambda old: [*old[:-1], 0.0]), 0, "engine log-probabilities", "row 10:"),
+    "another expert at one token": (sample(11, routes=lambda r: r ^ (np.arange(r.size).reshape(r.shape) == 0)), 0,
+        "routes", "row 11:"),
+    "a failed reward that counts as 0": (
+        at("samples", 0, lambda s: [setattr(s[i], "reward", 0.0) for i in different(s)]), 0, "rewards", "row "),
+    "old log-probabilities of the step before": (column("old_logprobs", 3, lambda t: t + 1e-3), 0,
+        "old log-probabilities", "row 3:"),
+    "the engine's log-probabilities as the old ones": (
+        at("batch", 0, lambda b: b.old_logprobs.copy_(b.rollout_logprobs)), 0, "old log-probabilities", "row "),
+    "rows of the reference permuted": (
+        at("batch", 0, lambda b: b.ref_logprobs.copy_(b.ref_logprobs.flip(0))), 0, "reference log-probabilities", "row "),
+    "a correction that is left out": (at("batch", 0, lambda b: b.correction.fill_(1)), 0, "corrections", "row "),
+    "advantages that are not divided by the deviation": (
+        at("batch", 0, lambda b: b.advantages.mul_(0.7)), 0, "advantages", "row "),
+    "advantages that are clipped": (at("batch", 0, lambda b: b.advantages.clamp_(-0.5, 0.5)), 0, "advantages", "row "),
+    "advantages of other rows": (at("batch", 0, lambda b: b.advantages.copy_(b.advantages.roll(1, 0))), 0, "advantages", "row "),
+    "a mean over sequences in place of tokens": (
+        at("batch", 0, lambda b: b.token_weights.div_(12 * b.token_weights.sum(1, keepdim=True))), 0, "token weights", "row "),
+    "a micro-batch that is left out": (at("batch", 0, lambda b: b.mini_batches[0][0].pop()), 0, "gradients 0", EMBEDDING),
+    "a gradient with the wrong sign": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.neg_()), 0,
+        "gradients 0", "model.layers.1.self_attn.q_proj.weight"),
+    "a gradient that is rounded to bfloat16": (at("gradients", 0, lambda run: rounded(parameter(run, UP).main_grad)), 0,
+        "gradients 0", "model.layers.2.mlp.gate_proj.weight"),
+    "an optimizer step that is left out": (
+        lambda: patched("policy.optimizer", "step", lambda old: lambda: (True, 0.0, 0)), 0, "weights", EMBEDDING),
+    "an optimizer step that is made twice": (
+        lambda: patched("policy.optimizer", "step", lambda old: lambda: (old(), old())[1]), 0, "weights", EMBEDDING),
+    "another weight decay": (
+        lambda: patched("policy.lr_scheduler", "get_wd", lambda _: lambda *of: 0.5), 0, "weights", EMBEDDING),
+    "another beta of Adam": (lambda: groups(betas=(0.9, 0.5)), 0, "weights", EMBEDDING),
+    "a weight that is rounded to bfloat16": (at("updated", 0, lambda run: rounded(parameter(run, UP).data)), 0, "weights",
+        "model.layers.2.mlp.gate_proj.weight"),
+    "a norm that drifts": (at("updated", 0, lambda run: scaled("decoder.final_layernorm.weight", 1.001)(run)), 0, "weights",
+        "model.norm.weight"),
+    "one layer's weights in another": (
+        at("updated", 0, lambda run: parameter(run, QKV).data.copy_(parameter(run, QKV.replace("1", "2", 1)).data)), 0, "weights",
+        "model.layers.1.self_attn.q_proj.weight"),
+    "a generator that is seeded again": (at("updated", 0, lambda run: torch.manual_seed(5)), 0, "random state", "rank 0"),
 }  # fmt: skip
 
 
