@@ -45,6 +45,7 @@ from grpo_megatron.training.dump import metric_parts, metric_values
 from grpo_megatron.training.guards import Guards
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.placement import build_placement, join_world, with_engine_sequences
+from grpo_megatron.training.remote_teacher import without_failed
 from grpo_megatron.training.reward_model import build_reward_model
 from grpo_megatron.training.stopping import Cadence
 from grpo_megatron.training.teachers import build_teachers
@@ -267,6 +268,8 @@ class Run:
         if self.teachers is not None:
             with self.metrics.phase("teachers"):
                 batch.teacher = self.teachers.score(batch)
+                if self.config.teachers.keys() - self.config.local_teachers.keys():
+                    table = without_failed(batch, table, self.mesh, self.metrics)
         table = self.correction.with_columns(batch, table, self.metrics)  # rejected tokens, KL in the reward
         if self.critic is not None:
             table = self.critic.with_columns(batch, table, plan, self.metrics)  # values

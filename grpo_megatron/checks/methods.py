@@ -17,12 +17,13 @@ from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.models import has_critic
-from grpo_megatron.config import Config, OptimConfig
+from grpo_megatron.config import Config, OptimConfig, TeacherConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked, written
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.data.task import get_task
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.peft_folder import PeftFolder
+from grpo_megatron.processes.endpoint import check_url, key_of
 from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
@@ -404,8 +405,9 @@ def _teachers(config: Config) -> Problems:
         yield f"{k.distillation.key} chooses by a column of prompts, and {k.algorithm.source} has responses; leave it out"
     for name, teacher in config.teachers.items():
         key = marked(f"teachers.{name}")
-        if (teacher.path is None) == (teacher.self is None):
-            yield f"{key} needs either path, or self=start or current; set one of them"
+        if sum(one is not None for one in (teacher.path, teacher.self, teacher.url)) != 1:
+            yield f"{key} needs either path, or self=start or current, or url; set one of them"
+        yield from _server_problems(config, name, teacher)
         if teacher.self is not None and teacher.dtype is not None:
             yield f"{key}.dtype={teacher.dtype}: it is the policy, in model.dtype; leave dtype out"
         if teacher.tensor_model_parallel_size is None:
@@ -427,6 +429,31 @@ def _teachers(config: Config) -> Problems:
             yield f"{key}.max_prompt_length has no effect without prompt_column; leave it out"
         if teacher.prompt_column is not None and config.algorithm.source == "file":
             yield f"{key}.prompt_column is for responses that are sampled, and {k.algorithm.source}; leave it out"
+
+
+def _server_problems(config: Config, name: str, teacher: TeacherConfig) -> Problems:
+    """Checks a teacher behind a server against what servers compute."""
+    k, key = keys_of(config), marked(f"teachers.{name}")
+    if teacher.url is None:
+        if teacher.model is not None or teacher.api_key_env is not None:
+            yield f"{key}.model and api_key_env are of a server; set url, or leave them out"
+        return
+    try:
+        check_url(teacher.url, f"{key}.url")
+        key_of(teacher.api_key_env, f"{key}.api_key_env")
+    except ValueError as error:
+        yield f"{error}; set it to the server's address, or give the teacher a path"
+    if teacher.model is None:
+        yield f"{key}.url needs the teacher's name at the server; set model to it"
+    if teacher.dtype is not None or teacher.tensor_model_parallel_size is not None:
+        yield f"{key}.dtype and its layout are the server's; leave them out"
+    if config.rollout.temperature != 1.0:
+        yield (
+            f"{key}.url with {k.rollout.temperature}: a server's prompt log-probabilities are of temperature 1, whatever the"
+            " request says, and those of the policy must be, too; set it to 1, or give the teacher a path"
+        )
+    if config.distillation.kl != "sampled" and config.distillation.top_k == 0:
+        yield f"{key}.url with {k.distillation.top_k}: a server returns its best tokens only; set it to 20, say"
 
 
 # -- The number of steps, and learning-rate schedules ------------------------------------------------------------------

@@ -166,14 +166,14 @@ class ModelFolders:
         }
         beside = {key: folder for key, folder in read.items() if folder is not None}
         teachers = {}
-        for name, teacher in config.teachers.items():
+        for name, teacher in config.local_teachers.items():
             key = f"{TEACHERS}{name}.path"
             of_teacher = arch  # the policy itself
             if teacher.path is not None:
                 of_teacher = problems.attempt(key, read_model, teacher.path, key)
             if of_teacher is not None:
                 teachers[name] = of_teacher
-        are_complete = arch is not None and (len(beside), len(teachers)) == (len(wanted), len(config.teachers))
+        are_complete = arch is not None and (len(beside), len(teachers)) == (len(wanted), len(config.local_teachers))
         return cls(arch, scored, beside, are_complete, teachers)
 
     @property

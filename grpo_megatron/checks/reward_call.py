@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_megatron.checks.components import resolved_components
 from grpo_megatron.config import Config, ConfigError, Gate
@@ -20,6 +21,7 @@ from grpo_megatron.rewards.answers import AnswerForm, answer_form
 from grpo_megatron.rewards.calling import COMPOSITE
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, check_reward, read_signature, rewards
+from grpo_megatron.rewards.teacher_server import ServerError, teacher_server
 from grpo_megatron.types import BY_MODEL, Prompt
 from grpo_megatron.untrusted import cut, shown
 
@@ -99,6 +101,20 @@ def call_rewards(config: Config, prompts: Sequence[Prompt]) -> list[RewardTrial]
     if failing := [trial for trial in trials if _failed(trial.right) and _failed(trial.wrong)]:
         raise ConfigError("\n".join(map(_problem, failing)))
     return trials
+
+
+def ask_teachers(config: Config, tokenizer: Any, num_ids: int) -> None:
+    """Asks the servers of teachers for the scores of a few tokens. Raises ConfigError with a problem of each."""
+    top_k = config.distillation.top_k if config.distillation.kl != "sampled" else 0
+    problems = []
+    for name, teacher in config.teachers.items():
+        if teacher.url is not None:
+            try:
+                teacher_server(name, teacher, num_ids).check(top_k, lambda token: str(tokenizer.decode([token])))
+            except ServerError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _check_columns(config: Config, prompt: Prompt) -> None:

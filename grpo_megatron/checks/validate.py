@@ -200,6 +200,12 @@ class Validation:
         """Calls the reward functions on rows of the data."""
         self.calls = self.problems.attempt("reward.function", reward_call.call_rewards, self.config, self.rows.examples)
 
+    def ask_teachers(self) -> None:
+        """Asks the servers of teachers."""
+        if self.arch is not None:
+            size = self.arch.vocab_size
+            self.problems.attempt("teachers", reward_call.ask_teachers, self.config, self.tokenizer, size)
+
     def play_episode(self) -> None:
         """Plays the environment on a row of the data."""
         self.episode = self.problems.attempt(
@@ -294,6 +300,12 @@ CHECKS = (  # in the order in which problems are found
         Validation.call_rewards,
         needs=("rewards",),
         when=lambda v: v.rehearsed and v.start.knows("data.task", "data.sources", "reward"),
+    ),
+    Check(
+        "teachers' servers",
+        Validation.ask_teachers,
+        needs=("tokenizer", "method"),
+        when=lambda v: v.rehearsed and v.tokenizer is not None and v.start.knows("teachers"),
     ),
     Check(
         "episode",

@@ -126,6 +126,11 @@ class Config(Section):
         return [model.path for model in (self.reward_model, *self.reward_models.values()) if model.path is not None]
 
     @property
+    def local_teachers(self) -> dict[str, TeacherConfig]:
+        """Returns the teachers that are not behind a server."""
+        return {name: teacher for name, teacher in self.teachers.items() if teacher.url is None}
+
+    @property
     def teacher_paths(self) -> list[Path]:
         """Returns the folders of all teachers."""
         return [teacher.path for teacher in self.teachers.values() if teacher.path is not None]

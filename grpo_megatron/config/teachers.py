@@ -9,7 +9,7 @@ from pydantic import Field
 
 from grpo_megatron.config.actor import ActorConfig
 from grpo_megatron.config.model import MoeConfig
-from grpo_megatron.config.section import Needs, Section
+from grpo_megatron.config.section import Needs, Processes, Seconds, Section
 
 
 class TeacherConfig(Section):
@@ -19,6 +19,18 @@ class TeacherConfig(Section):
     """Hugging Face folder of a model with the policy's vocabulary, of any family and size"""
     self: Literal["start", "current"] | None = None
     """instead of a path: the policy itself, as it starts or as it is; with a prompt_column"""
+    url: str | None = None
+    """instead of a path: an OpenAI-compatible server that returns prompt_logprobs, such as `vllm serve`: http://HOST:8000/v1"""
+    model: str | None = None
+    """with url: its name at the server"""
+    api_key_env: str | None = None
+    """with url: the environment variable with the server's key; null: it needs none"""
+    timeout_s: Seconds = 600.0
+    """with url: seconds for one response, with all attempts"""
+    retries: int = Field(8, ge=0, le=100)
+    """with url: further attempts after a failed one, in 0.1, 0.2, 0.4 s and so on"""
+    num_requests: Processes = 16
+    """with url: requests at a time of each data-parallel rank"""
     key: str | None = None
     """the value of the column distillation.key in the rows that it scores; null: its name"""
     prompt_column: str | None = None

@@ -157,7 +157,7 @@ class Workload:
             trains_tower=not actor.vision.is_frozen,
             teachers=tuple(
                 (arch, one.layout(actor).megatron if one.tensor_model_parallel_size is not None else None)
-                for arch, one in zip(models.teachers, config.teachers.values(), strict=True)
+                for arch, one in zip(models.teachers, config.local_teachers.values(), strict=True)
             ),
         )
 

@@ -205,7 +205,7 @@ class RunModels:
         if self.critic is not None:
             critic = self._stages(self.critic, config, has_output_head=False, lora=config.critic.lora)
         teachers = []
-        for arch, teacher in zip(self.teachers, config.teachers.values(), strict=True):
+        for arch, teacher in zip(self.teachers, config.local_teachers.values(), strict=True):
             teachers.append((arch, self._stages(arch, config.with_values({"actor": teacher.layout(config.actor)}))))
         return policy, rewards, critic, teachers
 
@@ -272,7 +272,7 @@ def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], 
     tp = actor.megatron.tensor_model_parallel_size
     has_heads = is_last and distillation.kl != "sampled" and distillation.top_k == 0
     weights, heads, working = [], 0.0, 0.0
-    for (arch, stages), teacher in zip(teachers, config.teachers.values(), strict=True):
+    for (arch, stages), teacher in zip(teachers, config.local_teachers.values(), strict=True):
         itemsize, layout = DTYPE_BYTES[teacher.dtype or config.model.dtype], teacher.layout(actor)
         has_layout = teacher.tensor_model_parallel_size is not None  # then the largest stage: a rank may have any
         total = max(stage.total for stage in stages) if has_layout else stages[number].total
@@ -448,11 +448,11 @@ def forward_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> floa
 def teacher_scores_bytes(config: Config, teachers: Sequence[Architecture], world_size: int) -> float:
     """Sizes a step's scores of teachers on the host of a rank: per response token, the log-probability and the distribution."""
     distillation, megatron, data = config.distillation, config.actor.megatron, config.data
-    if not teachers:
+    if not config.teachers:
         return 0.0
     per_token = 4.0
     if distillation.kl != "sampled":
-        states = max(arch.hidden_size for arch in teachers) * DTYPE_BYTES[config.model.dtype]
+        states = max((arch.hidden_size for arch in teachers), default=0) * DTYPE_BYTES[config.model.dtype]
         per_token += 4 * (2 * distillation.top_k + 1) if distillation.top_k else states
     ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size * megatron.context_parallel_size
     return per_token * data.train_batch_size * config.rollout.n * data.max_response_length * ranks / world_size

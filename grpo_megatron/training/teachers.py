@@ -16,7 +16,9 @@ from grpo_megatron.models.policy import AdapterReference, Policy, Reference
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.parallel.mesh import Mesh, SecondLayout
+from grpo_megatron.rewards.teacher_server import teacher_server
 from grpo_megatron.training.beside import policy_start
+from grpo_megatron.training.remote_teacher import RemoteTeacher
 from grpo_megatron.types import Batch, Plan, TeacherScores
 
 
@@ -26,7 +28,7 @@ class Teachers:
     def __init__(self, config: Config, checked: Checked, policy: Policy) -> None:
         self.config, self.mesh, self.num_ids = config, policy.mesh, policy.arch.vocab_size
         self.layouts = [_layout(config, teacher, policy) for teacher in config.teachers.values()]
-        self.models: list[Policy | Reference | AdapterReference] = []
+        self.models: list[Policy | Reference | AdapterReference | RemoteTeacher] = []
         for name, layout in zip(config.teachers, self.layouts, strict=True):
             with layout.active() if layout is not None else contextlib.nullcontext():
                 self.models.append(
@@ -182,9 +184,12 @@ def _layout(config: Config, teacher: TeacherConfig, policy: Policy) -> SecondLay
 
 def _build(
     config: Config, checked: Checked, policy: Policy, name: str, mesh: Mesh
-) -> Policy | Reference | AdapterReference:
+) -> Policy | Reference | AdapterReference | RemoteTeacher:
     """Build one teacher. The policy as it is needs no memory, and with LoRA nor does the policy as it started. Collective."""
     teacher = config.teachers[name]
+    if teacher.url is not None:
+        server = teacher_server(name, teacher, policy.arch.vocab_size)
+        return RemoteTeacher(server, policy.mesh, config.reward.max_failed_ratio)
     if teacher.self == "current":
         return policy
     if teacher.self == "start" and policy.lora is not None and not config.sft.steps:

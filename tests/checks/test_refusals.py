@@ -107,6 +107,7 @@ SHORT = {  # in CASES
     "PLAYS": "rollout.multi_turn.environment",
     "PARTS": "reward.components",
     "TEACHER": "teachers.t.path=t",
+    "SERVER": "teachers.t.url=http://host:1/v1 teachers.t.model=m",
     "RATES": "data.sampling.pass_rates=p",
 }
 CASES = r"""
@@ -137,6 +138,14 @@ TEACHER teachers.t.max_prompt_length=9 => has no effect without prompt_column
 teachers.t.self=current => teaches nothing without a prompt_column
 teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype
 teachers.t.self=current distillation.kl=forward distillation.top_k=0 => has another output head in each step
+TEACHER SERVER => teachers.t needs either path, or self=start or current, or url; set one of them
+TEACHER teachers.t.model=m => teachers.t.model and api_key_env are of a server; set url, or leave them out
+SERVER teachers.t.url=host:1 => teachers.t.url='host:1' is no http address
+SERVER teachers.t.api_key_env=NO_SUCH_KEY => teachers.t.api_key_env='NO_SUCH_KEY': this environment variable is not set
+teachers.t.url=http://host:1/v1 => teachers.t.url needs the teacher's name at the server; set model to it
+SERVER teachers.t.dtype=float32 => teachers.t.dtype and its layout are the server's; leave them out
+SERVER rollout.temperature=0.7 => teachers.t.url with rollout.temperature=0.7: a server's prompt log-probabilities are of
+SERVER distillation.kl=reverse distillation.top_k=0 => a server returns its best tokens only; set it to 20, say
 TEACHER SFT distillation.kl=forward distillation.key=c => chooses by a column of prompts, and algorithm.source=file
 TEACHER SCORE => trains a model that scores, without a head over the vocabulary; leave teachers out
 TEACHER SFT => actor.loss_mode=sft has no ratio to these; set distillation.kl=forward, or loss_mode=

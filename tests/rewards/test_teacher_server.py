@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_megatron.training.teacher_server import TAIL, ServerError, ServerScores, TeacherServer
+from grpo_megatron.rewards.teacher_server import TAIL, ServerError, ServerScores, TeacherServer
 from tests import tiny
 from tests.evaluation.serving import served
 from tests.rewards.waiting import QuietHandler, serving
 from tests.runs import write_tokenizer
 
 LOGPROBS = [-2.0 - token / 8 for token in range(20)]
+REFUSED = 19  # a prompt that begins with this token
 PROBLEMS: dict[str, Any] = {
     "not-json": b"<html>",
     "no-scores": {"choices": [{"text": "x"}]},
@@ -42,8 +43,9 @@ class Stub(QuietHandler):
         type(self).requests.append(body)
         model, count = body["model"], sum(request == body for request in type(self).requests)
         status = {"busy": 503 if count < 3 else 200, "down": 500, "unknown": 404}.get(model, 200)
+        status = 400 if body["prompt"][0] == REFUSED else status
         entries: list[Any] = [None]
-        for token in body["prompt"][1:]:
+        for token in body["prompt"][1:] if status == 200 else ():
             kept = {*sorted(range(20), key=lambda t: -LOGPROBS[t])[: body["prompt_logprobs"]], token}
             texts = {t: {"logprob": LOGPROBS[t], "rank": t + 1, "decoded_token": f" w{t}"} for t in kept}
             entries.append({str(t): entry for t, entry in texts.items()})
@@ -68,21 +70,19 @@ def test_scores_of_responses(address: str) -> None:
     """Ids from 3 on are not the policy's: 3 ids are fewer than k; the response's token 7 is then not among the best."""
     rows = [([1, 2], [7, 1]), ([3], [0])]
     first, second = teacher(address, "busy", num_ids=3).score(rows, 4)
-    assert isinstance(first, ServerScores) and first.top is not None and isinstance(second, ServerScores)
-    assert first.logprobs.tolist() == [LOGPROBS[7], LOGPROBS[1]] and second.logprobs.tolist() == [LOGPROBS[0]]
-    assert first.top[:, :4].tolist() == [[0, 1, 2, -1]] * 2
-    assert first.top[:, 4:7].tolist() == [LOGPROBS[:3]] * 2
+    assert isinstance(first, ServerScores) and isinstance(second, ServerScores)
+    assert first.logprobs == [LOGPROBS[7], LOGPROBS[1]] and second.logprobs == [LOGPROBS[0]]
     tail = math.log(1 - sum(math.exp(LOGPROBS[token]) for token in range(3)))
-    assert first.top[:, 8].tolist() == pytest.approx([tail] * 2)
+    assert first.top == [[0, 1, 2, -1, *LOGPROBS[:3], -math.inf, pytest.approx(tail)]] * 2
     [plain] = teacher(address).score(rows[:1], 0)
-    assert isinstance(plain, ServerScores) and plain.top is None and torch.equal(plain.logprobs, first.logprobs)
+    assert plain == ServerScores(first.logprobs, [])
 
 
 def test_a_tail_without_digits_is_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.training.test_teacher_server.LOGPROBS", [0.0, *[-9.0 - t for t in range(19)]])
+    monkeypatch.setattr("tests.rewards.test_teacher_server.LOGPROBS", [0.0, *[-9.0 - t for t in range(19)]])
     [scores] = teacher(address).score([([1], [0, 5])], 1)
-    assert isinstance(scores, ServerScores) and scores.top is not None
-    assert scores.top[:, 2].tolist() == pytest.approx([math.log(TAIL), -13.0])
+    assert isinstance(scores, ServerScores)
+    assert [row[2] for row in scores.top] == pytest.approx([math.log(TAIL), -13.0])
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,10 @@ def test_vllm_serve(tmp_path: Path) -> None:
         with torch.no_grad():
             logp = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         best, want = logp.topk(8), logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
-        assert isinstance(scores, ServerScores) and scores.top is not None
-        torch.testing.assert_close(scores.logprobs.double(), want, rtol=0, atol=1e-5)
-        assert torch.equal(scores.top[:, :8].long(), best.indices)
-        torch.testing.assert_close(scores.top[:, 8:16].double(), best.values, rtol=0, atol=1e-5)
-        torch.testing.assert_close(scores.top[:, 16].double().exp(), 1 - best.values.exp().sum(1), rtol=0, atol=1e-5)
+        assert isinstance(scores, ServerScores)
+        top = torch.tensor(scores.top, dtype=torch.float64)
+        torch.testing.assert_close(torch.tensor(scores.logprobs, dtype=torch.float64), want, rtol=0, atol=1e-5)
+        assert torch.equal(top[:, :8].long(), best.indices)
+        torch.testing.assert_close(top[:, 8:16], best.values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(top[:, 16].exp(), 1 - best.values.exp().sum(1), rtol=0, atol=1e-5)
     assert isinstance(results[-1], ServerError) and "context length" in str(results[-1])

@@ -18,10 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from grpo_megatron.algo.distillation import LEAST_LOGPROB
+from grpo_megatron.config import TeacherConfig
 from grpo_megatron.processes.endpoint import EndpointError, key_of, post_json
 
 TAIL = 1e-7  # probabilities are float32 in the reply
@@ -30,10 +27,25 @@ PROBES = 32  # tokens that are compared before a run
 
 
 class ServerScores(NamedTuple):
-    """The scores of a response: log-probabilities [r], and with k > 0 its `top` [r, 2 k + 1] (types.TeacherScores)."""
+    """The scores of a response: log-probabilities [r], and `top` [r, 2 k + 1] (types.TeacherScores), empty for k = 0."""
 
-    logprobs: Tensor
-    top: Tensor | None
+    logprobs: list[float]
+    top: list[list[float]]
+
+
+def teacher_server(name: str, teacher: TeacherConfig, num_ids: int) -> TeacherServer:
+    """Returns the client of a teacher of the config. Raises ValueError if its key is not in the environment."""
+    assert teacher.url is not None and teacher.model is not None, "checks refuse it"
+    return TeacherServer(
+        name,
+        teacher.url,
+        teacher.model,
+        num_ids=num_ids,
+        key=key_of(teacher.api_key_env, f"teachers.{name}.api_key_env"),
+        timeout_s=teacher.timeout_s,
+        retries=teacher.retries,
+        num_requests=teacher.num_requests,
+    )
 
 
 class ServerError(Exception):
@@ -50,14 +62,13 @@ class TeacherServer:
         model: str,
         *,
         num_ids: int,
-        api_key_env: str | None = None,
+        key: str | None = None,
         timeout_s: float = 600.0,
         retries: int = 3,
         num_requests: int = 16,
     ) -> None:
         self.name, self.url, self.model, self.num_ids = name, url.rstrip("/") + "/completions", model, num_ids
-        self.key = key_of(api_key_env, f"teachers.{name}.api_key_env")
-        self.timeout_s, self.retries, self.num_requests = timeout_s, retries, num_requests
+        self.key, self.timeout_s, self.retries, self.num_requests = key, timeout_s, retries, num_requests
 
     def score(self, rows: Sequence[tuple[list[int], list[int]]], top_k: int) -> list[ServerScores | ServerError]:
         """Returns the scores of each (prompt, response), or why it has none. `top_k` 0: of the response's tokens alone."""
@@ -138,6 +149,6 @@ class TeacherServer:
             tail = math.log(max(1.0 - math.fsum(math.exp(value) for value, _ in best), others, TAIL))
             missing = top_k - len(best)
             ids, values = [float(key) for _, key in best], [value for value, _ in best]
-            rows.append([*ids, *[-1.0] * missing, *values, *[LEAST_LOGPROB] * missing, tail])
-        top = torch.tensor(rows).reshape(len(rows), 2 * top_k + 1).clamp(min=LEAST_LOGPROB) if top_k else None
-        return ServerScores(torch.tensor(logprobs).clamp(min=LEAST_LOGPROB), top)
+            if top_k:
+                rows.append([*ids, *[-1.0] * missing, *values, *[-math.inf] * missing, tail])
+        return ServerScores(logprobs, rows)
