@@ -67,10 +67,40 @@ def no_exit(what: str) -> Iterator[None]:
         raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
 
 
+SAME_MEANING = {  # a name here -> others for the same thing, which no spelling leads to; the first that is known here counts
+    "gae": "ppo actor_critic",
+    "vanilla": "ppo ppo_clip clip grpo rloo surrogate",
+    "reinforce_plus_plus_baseline": "rf_plus_plus_baseline",
+    "reinforce_plus_plus": "reinforce rf_plus_plus reinforce_pp",
+    "rloo": "rloo_norm rloo_n leave_one_out",
+    "token-mean": "dapo bnpo mean",
+    "seq-mean-token-sum-norm": "dr_grpo drgrpo",
+    "seq-mean-token-mean": "grpo sample_mean",
+    "low_var_kl": "schulman unbiased",
+    "geo_mean": "gmpo",
+    "bfloat16": "bf16 half fp16 float16",
+    "float32": "fp32 float full",
+    "cuda": "gpu",
+    "transformers": "hf huggingface",
+    "WSD": "warmup_stable_decay",
+    "transformer_engine": "te",
+    "tensorboard": "tb",
+    "console": "stdout terminal",
+    "math": "math_verify accuracy accuracy_reward",
+}
+
+
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     """Ends an error about an unknown name: "; did you mean 'PREFIXname'?", or "" where nothing is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {prefix + close[0]!r}?" if close else ""
+    plain = {_plain(one): one for one in known}
+    same = [one for one, others in SAME_MEANING.items() if _plain(name) in others.split() and _plain(one) in plain]
+    if close := same or difflib.get_close_matches(_plain(name), list(plain), n=1):
+        return f"; did you mean {prefix + plain[_plain(close[0])]!r}?"
+    return ""
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("++", "_plus_plus").replace("-", "_").replace(".", "_")
 
 
 class Registry(Generic[T]):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from grpo_megatron.cli.config_file import load_config
-from grpo_megatron.config import ActorConfig, ConfigError, MegatronConfig
+from grpo_megatron.cli.config_file import for_command_line, load_config
+from grpo_megatron.config import ActorConfig, Config, ConfigError, MegatronConfig
+from grpo_megatron.config.problems import Problem, marked
+from grpo_megatron.config.section import config_keys
 from tests.printed import run_printed
 
 
@@ -92,7 +95,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("actor.optim.lr=CHANGE_ME", "actor.optim.lr=CHANGE_ME: write the value of your run there"),
         (
             "trainer.save_hf_at_end=maybe",
-            "trainer.save_hf_at_end='maybe': Input should be a valid boolean, unable to interpret input, or 'merged'",
+            "trainer.save_hf_at_end='maybe': set true or false, or 'merged'",
         ),
         ("rollout.val_kwargs=3", "rollout.val_kwargs=3: it is a section; write {KEY: VALUE}"),
         (
@@ -104,30 +107,32 @@ def test_optimizer_steps_of_five_training_steps(
         ("data.train_files=5", "data.train_files=5"),
         ("actor.optim.betas=[0.9, 1.0]", "actor.optim.betas.1=1.0"),
         ("actor.optim.lr=.nan", "actor.optim.lr=nan"),
-        ("actor.lora.rank=0", "actor.lora.rank=0: Input should be greater than or equal to 1"),
-        ("actor.lora={rank: 4, alpha: .nan}", "actor.lora.alpha=nan: Input should be a finite number"),
-        ("model.dtype=float16", "'float32' or 'bfloat16'"),
+        ("actor.lora.rank=0", "actor.lora.rank=0: set 1 or more"),
+        ("actor.lora={rank: 4, alpha: .nan}", "actor.lora.alpha=nan: set a finite number"),
+        ("model.dtype=float16", "set 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
+        ("trainer.device=gpu", "did you mean 'cuda'?"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas lacks entry 2"),
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),
         ("trainer.logger=[console, aim]", "trainer.logger.1='aim'"),
         ("trainer.logger=[wanddb]", "did you mean 'wandb'?"),
         ("trainer.logger=wandb", "trainer.logger='wandb': it is a list; write [wandb]"),
         ("trainer.output_dir=", "trainer.output_dir=None: it is a path; write a text"),
-        ("rollout.lag=-1", "rollout.lag=-1: Input should be greater than or equal to 0"),
+        ("rollout.lag=-1", "rollout.lag=-1: set 0 or more"),
         ("rollout.n", "not of the form section.key=value"),
         ("rollout.n=[", "not valid YAML"),
         ("rollout.n.m=3", "'n' is a value, not a section"),
         # keys in a list of sections have their place in the name
         ("reward.components=[{nam: a}]", "'reward.components.0.nam'; did you mean 'reward.components.0.name'?"),
-        ("reward.components=[{name: a, weight: .nan}]", "weight=nan: Input should be a finite number"),
+        ("reward.components=[{name: a, weight: .nan}]", "weight=nan: set a finite number"),
         ("reward.components=[{name: a, weight: yes}]", "reward.components.0.weight=True: a number is needed"),
-        ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': String should match pattern"),
+        ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': write a text of the form"),
         ("rollout.temperature=3", "rollout.temperature=3: it is outside the engine's 0.01 to 2"),
         ("rollout.val_kwargs.temperature=0.001", "temperature=0.001: it is outside the engine's 0.01"),
         ("rollout.top_p=0.9", "rollout.top_p=0.9: the policy's log-probabilities are of the full distribution"),
         ("rollout.top_k=1", "rollout.top_k=1: the policy's log-probabilities are of the full distribution"),
-        ('rollout.stop=["###",""]', "rollout.stop.1='': String should have at least 1 character"),
-        ("reward.components=[" + ", ".join(17 * ["{name: a}"]) + "]", "List should have at most 16 items"),
+        ('rollout.stop=["###",""]', "rollout.stop.1='': it is too short"),
+        ("reward.components=[" + ", ".join(17 * ["{name: a}"]) + "]", "it has 17 entries; give at most 16"),
     ],
 )
 def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: str) -> None:
@@ -135,6 +140,52 @@ def test_a_wrong_key_or_value_is_reported(path: Path, override: str, expected: s
         load_config(path, [override])
     assert expected in str(error.value)
     assert ("grpo-megatron" in expected) <= bool(run_printed(str(error.value), path.parent))
+
+
+WRONG_VALUES = [
+    "[x]",
+    "{a: 1}",
+    "no such",
+    "1.5",
+    "-1.0e+300",
+    "1.0e+300",
+    ".nan",
+    "true",
+    "-7",
+    f"{10**23}",
+    "[1, 2, 3]",
+    "null",
+    '""',
+]
+PYDANTIC = re.compile("should |valid (string|integer|number|list)|Field required|[Uu]nable to")
+
+
+@pytest.mark.parametrize("value", WRONG_VALUES)
+def test_no_key_reports_a_wrong_value_in_the_words_of_pydantic(path: Path, value: str) -> None:
+    """Every key of the config with a value of a wrong type or beyond its bounds: what is printed names the key."""
+    for key in config_keys(Config):
+        try:
+            load_config(path, [f"{key.name}={value}"])
+        except ConfigError as error:
+            lines = str(error).splitlines()
+            assert lines and not PYDANTIC.search(str(error)), error
+            assert all(key.name.rpartition(".")[0] in line for line in lines), error
+
+
+def test_a_key_is_taken_out_on_a_command_line(path: Path) -> None:
+    """As the remedies `leave KEY out` say: of a file, and of what stands before it on the command line."""
+    config = load_config(path, ["~rollout.n", "actor.optim.lr=1e-3", "~actor.optim", "~actor.optim.lr", "~data"])
+    assert config == load_config(path, ["rollout.n=16"]).model_copy(update={"rollout": config.rollout})
+    assert config.rollout.n == load_config(path, ["~rollout"]).rollout.n and config.rollout.engine_kwargs
+    for text, expected in (
+        ("rollout.top_p=0.9: why; leave it out", "leave it out (on a command line: ~rollout.top_p)"),
+        ("a.b=1 with c.d=2: leave c.d out, or set it", "leave c.d out (on a command line: ~c.d), or set it"),
+        ("a.b=1: leave one of them out", "leave one of them out"),
+        ("a.b=1: leave c.d out (on a command line: c.d=null)", "leave c.d out (on a command line: c.d=null)"),
+        (f"{marked('a.b')}=1 is wrong; leave it out", "leave it out (on a command line: ~a.b)"),
+        ("--dp 2: leave --dp out", "leave --dp out"),
+    ):
+        assert for_command_line(Problem(text)).text.endswith(expected)
 
 
 def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:

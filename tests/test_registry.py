@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.losses import LossFacts, policy_losses
-from grpo_megatron.registry import FactRegistry, Registry, import_function
+from grpo_megatron.algo.plan import token_weightings
+from grpo_megatron.registry import FactRegistry, Registry, did_you_mean, import_function
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,21 @@ def test_facts_follow_the_entry_under_every_name() -> None:
     assert things.facts("feather") == things.defaults == Facts()
     assert things.names_with(heavy=True) == ["box", "crate"]
     assert things.names_with(heavy=False, modes=()) == ["feather"]
+
+
+def test_a_name_of_other_programs_leads_to_the_one_of_the_same_meaning() -> None:
+    for registry, given, ours in (
+        (advantage_estimators, "ppo", "gae"),
+        (advantage_estimators, "REINFORCE++", "reinforce_plus_plus"),
+        (advantage_estimators, "reinforce", "reinforce_plus_plus"),
+        (advantage_estimators, "rloo_norm", "rloo"),
+        (policy_losses, "ppo", "vanilla"),
+        (policy_losses, "GSPO-token", "gspo_token"),
+        (token_weightings, "dr_grpo", "seq-mean-token-sum-norm"),
+        (token_weightings, "token_mean", "token-mean"),
+    ):
+        assert did_you_mean(given, registry.names()) == f"; did you mean {ours!r}?"
+    assert did_you_mean("ppo", ["opo"]) == "; did you mean 'opo'?" and did_you_mean("gpu", ["axle"]) == ""
 
 
 def test_facts_of_a_users_own_function() -> None:

@@ -258,8 +258,11 @@ def test_a_loss_of_plain_tensors() -> None:
     loss.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.flatten().tolist() == pytest.approx([0, -1 / 3, 1 / 3, 0])
-    with pytest.raises(ValueError, match=r"logprobs is \[2, 2\], mask \[2, 2\] and advantages has 3 rows"):
+    with pytest.raises(ValueError, match=r"advantages is \[3, 1\] and logprobs \[2, 2\]"):
         grpo_megatron.policy_loss("vanilla", logprobs, [1.0] * 3)
+    for wrong in ({"old_logprobs": [[0.0]]}, {"ref_logprobs": old[:, :1]}, {"mask": mask[0]}, {"clip_ratio_low": -1}):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}(=-1: set| is .*; give a tensor \[B, R\])"):
+            grpo_megatron.policy_loss("vanilla", logprobs, [1.0, 1.0], **wrong)  # type: ignore[arg-type]
 
 
 def test_importing_the_package_imports_no_torch() -> None:

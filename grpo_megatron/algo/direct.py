@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards
 from grpo_megatron.algo.plan import token_weights as weights_of_mode
 from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.config.section import read_section
 from grpo_megatron.types import GroupTable
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def advantages(
             f"rewards has {len(rewards)} entries, groups {len(groups)} and lengths {len(lengths)}; give one per response"
         )
     check_rewards(rewards)
-    algorithm = AlgorithmConfig.model_validate({"adv_estimator": name, **options})
+    algorithm = read_section(AlgorithmConfig, {"adv_estimator": name, **options})
     numbers = {label: number for number, label in enumerate(dict.fromkeys(groups))}
     order = sorted(range(len(rewards)), key=lambda i: numbers[groups[i]])  # rows of a group are neighbours
     labels = [numbers[groups[i]] for i in order]
@@ -79,15 +80,20 @@ def policy_loss(
     from grpo_megatron.algo.kl import kl_penalties
     from grpo_megatron.algo.losses import LossInputs, policy_losses, total_loss
 
-    actor = ActorConfig.model_validate({"loss_mode": name, "use_kl_loss": ref_logprobs is not None, **options})
+    tensors = {"logprobs": logprobs, "mask": mask, "old_logprobs": old_logprobs}
+    tensors |= {"rollout_logprobs": rollout_logprobs, "ref_logprobs": ref_logprobs}
+    for argument, one in tensors.items():
+        if one is not None and not (isinstance(one, torch.Tensor) and one.dim() == 2 and one.shape == logprobs.shape):
+            shape = list(one.shape) if isinstance(one, torch.Tensor) else f"a {type(one).__name__}"
+            raise ValueError(f"{argument} is {shape}; give a tensor [B, R], of the shape of logprobs")
+    actor = read_section(ActorConfig, {"loss_mode": name, "use_kl_loss": ref_logprobs is not None, **options})
     mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
     given = torch.as_tensor(advantages, dtype=logprobs.dtype, device=logprobs.device)
     if given.dim() == 1:
         given = given[:, None]
-    if mask.shape != logprobs.shape or len(given) != len(logprobs):
+    if given.shape not in (logprobs.shape, (len(logprobs), 1)):
         raise ValueError(
-            f"logprobs is {list(logprobs.shape)}, mask {list(mask.shape)} and advantages has {len(given)} rows; all are"
-            " [B, R], and advantages may be [B]"
+            f"advantages is {list(given.shape)} and logprobs {list(logprobs.shape)}; give one per response, [B], or [B, R]"
         )
     counts, longest = mask.sum(1).tolist(), float(logprobs.shape[1])
     weights = torch.tensor(weights_of_mode(actor.loss_agg_mode, counts, actor.loss_scale_factor or longest))

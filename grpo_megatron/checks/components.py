@@ -15,6 +15,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
+from grpo_megatron.config.methods import methods
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer
@@ -73,7 +74,8 @@ def name_problems(config: Config) -> Problems:
             elif problem := signature_problem(function, registry.kind):
                 yield f"{key!r}: {problem}; change its parameters"
         except ValueError as error:
-            yield f"{key:key}: {error}"
+            whole = f"; or set method={name}, which sets all keys of it" if name in methods() else ""
+            yield f"{key:key}: {error}{whole}"
         except Exception as error:  # whatever the user's module raises while it is imported
             yield f"{key!r}: importing it raised {type(error).__name__}: {error}; correct the module"
 
@@ -260,7 +262,7 @@ def component_problems(config: Config) -> Problems:
     if reward.function is not None:
         yield (
             f"{k.reward.function!r} beside {components}: a run has one or the other; write it as a component, {{name: NAME,"
-            f" function: {reward.function}}}, or leave the components out"
+            f" function: {reward.function}}}, or leave reward.components out"
         )
     if not any(part.weight for part in reward.components):
         yield f"{components}: all weights are 0, and the reward would be 0 for every sample; set one"

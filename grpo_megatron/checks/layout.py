@@ -156,7 +156,7 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
             )
         if lora.mode == "merged":
             continue
-        remedy = "set mode=merged, or leave mode out"
+        remedy = "set mode=merged, or leave it out"
         if megatron.transformer_impl == "transformer_engine":
             yield f"{key.mode} needs Megatron-Core's layers, and {k.actor.megatron.transformer_impl}; {remedy}"
         if megatron.context_parallel_size > 1:

@@ -285,7 +285,7 @@ def _sampling(config: Config) -> Problems:
     if algorithm.source == "file":
         yield (
             f"{k.data.sampling.pass_rates:key} chooses among prompts, and {k.algorithm.source} reads prompts with responses;"
-            " filter the file with `grpo-megatron curate`, or leave pass_rates out"
+            " filter the file with `grpo-megatron curate`, or leave it out"
         )
     if sampling.min_pass_rate > sampling.max_pass_rate:
         yield f"{k.data.sampling.min_pass_rate} is above max_pass_rate={sampling.max_pass_rate:g}; swap them"

@@ -440,7 +440,7 @@ def _learning_problems(config: Config) -> Problems:
     if model.kind == "process":
         yield (
             f"{k.reward_model.kind} with {k.algorithm.iteration_steps:key}: it would learn from pairs of whole responses,"
-            " which is for kind=outcome; leave iteration_steps out, or put it into reward_models, where it is frozen"
+            " which is for kind=outcome; leave algorithm.iteration_steps out, or put it into reward_models, where it is frozen"
         )
     total = config.trainer.total_training_steps
     if total and model.start_iteration * steps >= total:

@@ -17,10 +17,9 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import methods, with_defaults
-from grpo_megatron.config.problems import CHANGE_ME, Problem
-from grpo_megatron.config.section import config_keys
+from grpo_megatron.config.problems import CHANGE_ME, KEY_MARK, Problem
+from grpo_megatron.config.section import config_keys, reason_and_remedy
 from grpo_megatron.config.tables import read_yaml_table
-from grpo_megatron.registry import did_you_mean
 from grpo_megatron.untrusted import MAX_LEVELS, REDACTED, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
@@ -45,6 +44,7 @@ class WrongKeys(ConfigError):
 def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaults: Defaults | None = None) -> Config:
     """Read the YAML at `path`, apply `section.key=value` overrides, check types and names. Raises ConfigError.
 
+    The override `~section.key` takes the key out of the file.
     `defaults` makes the values of keys that are set nowhere, from the file's content with the overrides.
     """
     raw, wrong = read_raw(path, overrides)
@@ -86,6 +86,9 @@ def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
+    if override.startswith("~"):
+        _take_out(raw, override[1:].split("."), is_missing=False, is_exact=True)
+        return
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
@@ -134,15 +137,16 @@ def _once_per_place(errors: Sequence[Any], raw: Any) -> list[Any]:
             place, node = (*place, part), node[part]
         place = error["loc"] if error["type"] == "missing" else place
         if place in places:
-            message = error["msg"].removeprefix("Input should be ")
-            places[place]["msg"] += "" if message in places[place]["msg"] else f", or {message}"
+            message = re.sub("^(set |it is a list; )", "", reason_and_remedy({**error, "input": node}))
+            places[place]["reason"] += "" if message in places[place]["reason"] else f", or {message}"
         else:
-            places[place] = {**error, "loc": place, "input": error["input"] if error["type"] == "missing" else node}
+            entry = {**error, "loc": place, "input": error["input"] if error["type"] == "missing" else node}
+            places[place] = {**entry, "reason": reason_and_remedy(entry)}
     return list(places.values())
 
 
-def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool) -> None:
-    """Remove the value at `location`, or the deepest table or list entry on the way that is there.
+def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool, is_exact: bool = False) -> None:
+    """Remove the value at `location`, or the deepest table or list entry on the way that is there; `is_exact`: the value alone.
 
     Where a key is missing, the table that lacks it goes, unless it is a section of the file.
     """
@@ -150,6 +154,8 @@ def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool) -> None:
     node = raw
     for part in location[:-1] if is_missing and len(location) > 2 else location:
         if not _has(node, part):
+            if is_exact:
+                return
             break
         place, node = (node, part), node[part]
     if place is not None and not (is_missing and len(location) <= 2):
@@ -194,20 +200,13 @@ def _explain(error: Any) -> str:
         if len(listed) > MAX_LISTED:
             listed = f"; `grpo-megatron keys {section}` lists those of this section"
         return f"unknown key {location!r}{hint}{listed}"
+    if error["type"] == "missing" and isinstance(error["loc"][-1], int):
+        return f"{location.rpartition('.')[0]} lacks entry {error['loc'][-1] + 1}; give all that it needs"
     if error["type"] == "missing":
         return f"missing key {location!r}: it has no default"
     if error["input"] == CHANGE_ME:
         return f"{location}={CHANGE_ME}: {LEFT_TO_WRITE[CHANGE_ME]}"
-    if error["type"] == "model_type":
-        return f"{location}={shown(error['input'])}: it is a section; write {{KEY: VALUE}}, or the keys below it"
-    text = cut(error["msg"], 1000).removeprefix("Value error, ")
-    if error["type"] == "list_type":
-        text = f"it is a list; write [{error['input']}]"
-    elif error["type"] == "path_type":
-        text = "it is a path; write a text"
-    elif error["type"] == "literal_error":
-        text += did_you_mean(str(error["input"]), re.findall("'([^']+)'", error["msg"]))
-    return f"{location}={shown(error['input'])}: {text}"
+    return f"{location}={shown(error['input'])}: {error['reason']}"
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
@@ -234,6 +233,20 @@ def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> 
     except Exception:  # noqa: BLE001 - a check that stumbles over a default must not hide the mistakes
         return wrong.problems
     return wrong.problems
+
+
+LEFT_OUT = re.compile(f"leave (it|{KEY_MARK}?[a-z_]+[.][a-z_.]+{KEY_MARK}?) out(?! [(]on a command line)")
+
+
+def for_command_line(problem: Problem) -> Problem:
+    """Adds to the remedy "leave KEY out" what does so on a command line."""
+
+    def typed(match: re.Match[str]) -> str:
+        head = re.split("[=:, ]", problem.text)[0]
+        key = match[1] if match[1] != "it" else head if "." in head else (*problem.keys, "")[0]
+        return f"{match[0]} (on a command line: ~{key})" if "." in key else match[0]
+
+    return Problem(LEFT_OUT.sub(typed, problem.message), problem.others)
 
 
 def in_file_order(problems: Sequence[Problem], path: Path, overrides: Sequence[str]) -> list[Problem]:

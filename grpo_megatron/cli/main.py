@@ -240,7 +240,9 @@ class RunOptions(Options):
 
     epilog = "GRPO_DEBUG=1 shows the traceback of every error, and the warnings of Megatron-Core and torch."
     config: Annotated[Path, Argument("YAML file with sections model, data, actor, ...", "CONFIG")]
-    overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
+    overrides: Annotated[
+        tuple[str, ...], Argument("replace a value of the file; ~section.key takes one out", "section.key=value")
+    ] = ()
     world_size: Annotated[int | None, Option("plan for N ranks on other machines", "N")] = None
     gpu: Annotated[
         Gpu | None,

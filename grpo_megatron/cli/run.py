@@ -17,7 +17,14 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from grpo_megatron.cli import failures, ranks
-from grpo_megatron.cli.config_file import WrongKeys, in_file_order, load_config, reward_defaults, with_other_mistakes
+from grpo_megatron.cli.config_file import (
+    WrongKeys,
+    for_command_line,
+    in_file_order,
+    load_config,
+    reward_defaults,
+    with_other_mistakes,
+)
 from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
@@ -47,7 +54,8 @@ def train(options: RunOptions, argv: list[str], main: Main) -> int:
         problems = error.problems
         if isinstance(error, WrongKeys):
             problems = with_other_mistakes(error, functools.partial(_validate, options, argv, wrong_keys=error.keys))
-        raise ConfigError(*in_file_order(problems, options.config, options.settings)) from error
+        problems = in_file_order(problems, options.config, options.settings)
+        raise ConfigError(*map(for_command_line, problems)) from error
 
 
 def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:

@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, ValidationError, ValidationInfo, field_v
 from pydantic.fields import FieldInfo
 
 from grpo_megatron.config.problems import ConfigError
-from grpo_megatron.config.section import Section
+from grpo_megatron.config.section import Section, reason_and_remedy
 from grpo_megatron.registry import did_you_mean
-from grpo_megatron.untrusted import ReadError, cut, parse_json, shown
+from grpo_megatron.untrusted import ReadError, parse_json, shown
 
 COMMAND_NAME = "grpo-megatron"
 HIDDEN = argparse.SUPPRESS  # as a help text: the option is accepted and not listed
@@ -224,4 +224,4 @@ def _explained(kind: type[Options], error: Any) -> str:
     flag = _flag(name, _presentation(kind.model_fields[name]))
     if error["type"] == "missing":
         return f"{flag} is needed"
-    return f"{flag} {shown(error['input'])}: {cut(error['msg'], 1000).removeprefix('Value error, ')}"
+    return f"{flag} {shown(error['input'])}: {reason_and_remedy(error)}"

@@ -11,10 +11,21 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError, PydanticUndefined
 
-from grpo_megatron.untrusted import integer_problem, path_problem, text_problem
+from grpo_megatron.config.problems import ConfigError
+from grpo_megatron.registry import did_you_mean
+from grpo_megatron.untrusted import cut, integer_problem, path_problem, shown, text_problem
 
 T = TypeVar("T")
 ResumeClass = Literal["applies", "schedule", "fixed"]
@@ -64,7 +75,7 @@ class Section(BaseModel):
     def _no_number_is_true(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses true and false as numbers: pydantic would read `n: yes` as 1."""
         kind = str(cls.model_fields[str(info.field_name)].annotation)
-        if isinstance(value, bool) and "bool" not in kind and ("int" in kind or "float" in kind):
+        if isinstance(value, bool) and re.search(r"\b(int|float)\b", kind) and "bool" not in kind:
             raise PydanticCustomError("number", "a number is needed, not true or false")
         return value
 
@@ -145,6 +156,67 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0, le=10_000_000)]  # 115 days
 Files = Annotated[list[Path], BeforeValidator(_expanded)]  # one path, or a list; *, ? and ** match names of files
 Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so many steps; -1: never
+
+
+# -- Mistakes in the words of this program -----------------------------------------------------------------------------
+
+_REASONS = {  # pydantic's kinds of errors -> what is to be done
+    "bool_parsing bool_type": "set true or false",
+    "int_from_float int_parsing int_parsing_size int_type": "set a whole number",
+    "float_parsing float_type": "set a number",
+    "finite_number": "set a finite number",
+    "greater_than": "set more than {gt}",
+    "greater_than_equal": "set {ge} or more",
+    "less_than": "set less than {lt}",
+    "less_than_equal": "set {le} or less",
+    "literal_error": "set {expected}",
+    "string_type": "write a text, in quotes",
+    "string_too_short": "it is too short; write {min_length} or more characters",
+    "string_too_long": "write a text of at most {max_length} characters",
+    "string_pattern_mismatch": "write a text of the form {pattern}",
+    "path_type": "it is a path; write a text",
+    "list_type tuple_type": "it is a list; write [{input}]",
+    "too_short": "it has {actual_length} entries; give {min_length} or more",
+    "too_long": "it has {actual_length} entries; give at most {max_length}",
+    "dict_type": "it is a table; write {{KEY: VALUE}}",
+    "model_type": "it is a section; write {{KEY: VALUE}}, or the keys below it",
+    "dataclass_type": "it is a table; write {{KEY: VALUE}}",
+    "missing": "it has no default; set it",
+}
+REASONS = {kind: reason for kinds, reason in _REASONS.items() for kind in kinds.split()}
+
+
+def reason_and_remedy(error: Any) -> str:
+    """Says what is wrong with a value, and what to set instead, for one of pydantic's errors."""
+    context = {
+        name: f"{value:g}" if isinstance(value, float) else value for name, value in error.get("ctx", {}).items()
+    }
+    given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
+    text = REASONS.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
+    if error["type"] == "literal_error" and isinstance(given, str):
+        text += did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
+    return cut(text.removeprefix("Value error, "), 1000)
+
+
+S = TypeVar("S", bound=Section)
+
+
+def read_section(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> S:
+    """Reads the keys of one section. `prefix`: before their names in messages. Raises ConfigError with a line per wrong key."""
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(*(_mistake(one, prefix, list(kind.model_fields)) for one in error.errors())) from None
+
+
+def _mistake(error: Any, prefix: str, known: list[str]) -> str:
+    key = prefix + ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else ""
+        return f"unknown key {key!r}" + (hint or f" (known here: {', '.join(known) or 'none'})")
+    if error["type"] == "missing":
+        return f"missing key {key!r}: it has no default"
+    return f"{key}={shown(error['input'])}: {reason_and_remedy(error)}"
 
 
 # -- All keys ----------------------------------------------------------------------------------------------------------

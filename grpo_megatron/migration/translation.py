@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import nearest_method
-from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.options import COMMAND_NAME, Argument, Option, Options
 from grpo_megatron.config.problems import CHANGE_ME, Problem
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.migration.shell import UNKNOWN, commands
@@ -409,7 +410,10 @@ class ImportOptions(Options):
 def import_config(options: ImportOptions) -> int:
     """Print the config, or write it to --output; returns the exit code. Raises ConfigError."""
     file, output = options.file, options.output
-    result = translate(read_settings(file, list(options.overrides)), OTHER_TRAINERS[options.trainer])
+    settings = read_settings(file, list(options.overrides))
+    if other := _likelier_trainer(settings, options.trainer):
+        raise ConfigError(f"{file} {other[1]}; its command: {COMMAND_NAME} import {other[0]} {shlex.quote(str(file))}")
+    result = translate(settings, OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
     for written, warning in result.warnings:
         print(f"warning: {written}: {warning}", file=sys.stderr)
@@ -427,7 +431,21 @@ def import_config(options: ImportOptions) -> int:
         f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME}; {len(result.warnings)} warnings",
         file=sys.stderr,
     )
+    print(f"next: {COMMAND_NAME} train {shlex.quote(str(output))} --dry-run", file=sys.stderr)
     return 0
+
+
+def _likelier_trainer(settings: Settings, named: str) -> tuple[str, str] | None:
+    """Finds the trainer whose keys the settings are, and says why; None: they may well be those of the trainer `named`."""
+    known = {key.name: key for key in config_keys(Config)}
+    counts = {
+        name: sum(trainer.rule(key, known) is not None for key in trainer.named(settings)[0])
+        for name, trainer in OTHER_TRAINERS.items()
+    }
+    best = max(counts, key=lambda name: counts[name])
+    if counts[best] - counts[named] <= len(settings) / 4:
+        return None
+    return best, f"is of {best}: of its {len(settings)} keys {counts[best]} are {best}'s, and {counts[named]} {named}'s"
 
 
 # -- where a key of another trainer is here: for the message about an unknown key ------------------------------------------

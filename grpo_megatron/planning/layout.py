@@ -167,7 +167,7 @@ def world_problems(config: Config, world_size: int, arch: Architecture | None) -
                 f" added behind the first {levels} (DeepStack); {remedy}"
             )
     if megatron.sequence_parallel and tp == 1:
-        yield f"{k.sequence_parallel} needs {TP} > 1, and it is 1; leave sequence_parallel out (it follows tensor parallelism)"
+        yield f"{k.sequence_parallel} needs {TP} > 1, and it is 1; leave it out (it follows tensor parallelism)"
     if megatron.context_parallel_size > 1:
         yield from _context_problems(config)
     if arch is not None:

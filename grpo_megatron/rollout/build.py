@@ -12,12 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
+from grpo_megatron.config.section import read_section
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import Mesh
-from grpo_megatron.registry import Registry, did_you_mean
+from grpo_megatron.registry import Registry
 from grpo_megatron.rollout.engine import EngineSetup, RolloutEngine
 from grpo_megatron.rollout.transformers_engine import TransformersEngine
 from grpo_megatron.rollout.vllm.engine import VllmEngine
@@ -49,20 +48,7 @@ def find_engine(name: str) -> type[RolloutEngine]:
 
 def read_options(engine: type[RolloutEngine], given: Mapping[str, Any]) -> Section:
     """Reads the table `rollout.engine_options` as the engine's section. Raises ConfigError with one line per wrong key."""
-    try:
-        return engine.Options.model_validate(dict(given))
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e, list(engine.Options.model_fields)) for e in error.errors())) from None
-
-
-def _explain(error: Any, known: list[str]) -> str:
-    key = ".".join(["rollout.engine_options", *map(str, error["loc"])])
-    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
-        hint = did_you_mean(str(error["loc"][0]), known, "rollout.engine_options.")
-        return f"unknown key {key!r}{hint} (known here: {', '.join(known) or 'none'})"
-    if error["type"] == "missing":
-        return f"missing key {key!r}: it has no default"
-    return f"{key}={error['input']!r}: {error['msg']}"
+    return read_section(engine.Options, given, "rollout.engine_options.")
 
 
 def engine_problems(

@@ -34,6 +34,8 @@ class ExamplesOptions(Options):
 def copy_examples(options: ExamplesOptions) -> int:
     """Copy the folders; returns the exit code. Raises ConfigError if one of them exists."""
     folder = options.folder
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; name a folder")
     existing = [str(folder / name) for name in FOLDERS if (folder / name).exists()]
     if existing:
         raise ConfigError(f"{' and '.join(existing)} would be overwritten; name another folder")

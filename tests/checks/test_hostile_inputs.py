@@ -62,7 +62,7 @@ YAML: dict[str, tuple[str, str]] = {  # content of the config -> part of the mes
     "table as key": ("? [a, b]\n: 1", "a key is a table or a list; write a text"),
     "50 MB": (f"{MODEL}# " + "x" * 50_000_000, "has 50,000,019 bytes; at most 262,144 are read"),
     "many unknown keys": (MODEL + "".join(f"key{n}: 1\n" for n in range(4000)), "and 3,950 more keys are wrong"),
-    "long value": (f"model: {{path: m, dtype: {'x' * 9000}}}", "(8,800 more characters): Input should be 'float32'"),
+    "long value": (f"model: {{path: m, dtype: {'x' * 9000}}}", "(8,800 more characters): set 'float32'"),
 }
 
 
@@ -268,7 +268,7 @@ def test_the_converter_refuses_special_files(folder: Path, tmp_path: Path) -> No
 def test_the_engines_cache_has_a_bound() -> None:
     config = Config.model_validate({"model": {"path": "m"}, "rollout": {"engine_options": {"kv_cache_gib": 1e9}}})
     assert list(engine_problems(config.rollout)) == [
-        "rollout.engine_options.kv_cache_gib=1000000000.0: Input should be less than or equal to 4096"
+        "rollout.engine_options.kv_cache_gib=1000000000.0: set 4096 or less"
     ]
 
 
@@ -327,8 +327,8 @@ def test_expressions_and_files_of_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--samples", "99999999999", "--samples '99999999999': Input should be less than or equal to 65536"),
-        ("--temperature", "nan", "--temperature 'nan': Input should be a finite number"),
+        ("--samples", "99999999999", "--samples '99999999999': set 65536 or less"),
+        ("--temperature", "nan", "--temperature 'nan': set a finite number"),
         ("--seed", "9" * 5000, "Unable to parse input string as an integer"),
         ("--engine-kwargs", "[" * 9999, "is not JSON that can be read (nested too deeply)"),
     ],

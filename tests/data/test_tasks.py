@@ -186,7 +186,7 @@ def test_the_task_file_of_the_documentation(tmp_path: Path) -> None:
 
 def test_wrong_task_files(tmp_path: Path) -> None:
     path, own = tmp_path / "wrong.yaml", "name: x\nextends: math\nversion: 1\ntitle: t\n"
-    missing = r"(?s)title: Field required.*question: Field.*answer: Field.*version: Input should be"
+    missing = r"(?s)title: it has no default.*question: it has.*answer: it has.*version: set"
     for text, message in (
         ("- 1", "must be a mapping, not list"),
         ("{", "is not valid YAML"),

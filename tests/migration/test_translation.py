@@ -67,6 +67,24 @@ def test_a_config_of_another_trainer(case: Path, tmp_path: Path) -> None:
     assert not any(text in written for text in about.get("absent", ()))
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
+def test_a_file_of_another_trainer_than_the_one_named(case: Path, tmp_path: Path) -> None:
+    """The keys decide. slime and Miles have nearly the same."""
+    about, source = yaml.safe_load(case.read_text()), tmp_path / "theirs"
+    source = source.with_suffix(about["suffix"])
+    source.write_text(about["text"])
+    alike = {"slime", "miles"} if about["trainer"] in ("slime", "miles") else {about["trainer"]}
+    for named in OTHER_TRAINERS:
+        options: Any = {"trainer": named, "file": source, "output": tmp_path / f"{named}.yaml"}
+        refused = (
+            contextlib.nullcontext()
+            if named in alike
+            else pytest.raises(ConfigError, match=f"is of {about['trainer']}: ")
+        )
+        with refused:
+            import_config(ImportOptions(**options))
+
+
 def test_files_that_name_each_other_as_defaults(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("defaults: base.yaml\n")
     with pytest.raises(ConfigError, match="more than 10 files name each other as defaults"):

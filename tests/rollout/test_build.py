@@ -45,7 +45,7 @@ def toy_run(folder: Path, *overrides: str) -> Any:
         (["rollout.engine=tests.rollout.toy_engine:not_a_class"], "is no subclass of"),
         (["rollout.engine=tests.rollout.toy_engine:Unfinished"], "lacks __init__, abort, load_weights, logprobs,"),
         (["rollout.engine_options.journl=x"], "did you mean 'rollout.engine_options.journal'?"),
-        (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': Input should be"),
+        (["rollout.engine_options.verbosity=loud"], "rollout.engine_options.verbosity='loud': set"),
         (["rollout.engine_options={}"], "missing key 'rollout.engine_options.journal'"),
         (
             ["rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"],
@@ -65,7 +65,7 @@ def test_a_wrong_engine_or_option_is_named_before_any_rank_starts(
 def test_vllms_options_are_checked_by_the_same_path() -> None:
     wrong = RolloutConfig(engine_options={"sleep_level": 3, "kv_cache": 1}, engine_kwargs={"quantisation": "fp8"})
     value, key = engine_problems(wrong)
-    assert value == "rollout.engine_options.sleep_level=3: Input should be 1 or 2"
+    assert value == "rollout.engine_options.sleep_level=3: set 1 or 2"
     assert "unknown key 'rollout.engine_options.kv_cache'; did you mean 'rollout.engine_options.kv_cache_gib'" in key
     assert read_options(find_engine("vllm"), {}) == VllmOptions()
     assert engines.names() == ["transformers", "vllm"]

@@ -186,7 +186,7 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--environment", "tools"], "--environment tools: the tokenizer has no chat template"),
         (["--environment", "nosuch"], "unknown environment 'nosuch' .*; or my_module:Class"),
         (["--output", "/proc/own.yaml"], "cannot write --output /proc/own.yaml: No such file or directory; name"),
-        (["--lora", "0"], "--lora '0': Input should be greater than or equal to 1"),
+        (["--lora", "0"], "--lora '0': set 1 or more"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
         (["--gpu", "h101"], "'h101' is neither one of h100-80"),
