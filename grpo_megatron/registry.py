@@ -80,7 +80,6 @@ SAME_MEANING = {  # a name here -> others for the same thing, which no spelling 
     "geo_mean": "gmpo",
     "bfloat16": "bf16 half fp16 float16",
     "float32": "fp32 float full",
-    "cuda": "gpu",
     "transformers": "hf huggingface",
     "WSD": "warmup_stable_decay",
     "transformer_engine": "te",

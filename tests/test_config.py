@@ -110,7 +110,6 @@ def test_optimizer_steps_of_five_training_steps(
         ("actor.lora.rank=0", "actor.lora.rank=0: set 1 or more"),
         ("actor.lora={rank: 4, alpha: .nan}", "actor.lora.alpha=nan: set a finite number"),
         ("model.dtype=float16", "set 'float32' or 'bfloat16'; did you mean 'bfloat16'?"),
-        ("trainer.device=gpu", "did you mean 'cuda'?"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas lacks entry 2"),
         ("trainer.save_freq=0", "trainer.save_freq=0: every 0 steps has no meaning; set -1 for never"),
         ("trainer.test_freq=-2", "trainer.test_freq=-2"),

@@ -67,7 +67,7 @@ def test_a_name_of_other_programs_leads_to_the_one_of_the_same_meaning() -> None
         (token_weightings, "token_mean", "token-mean"),
     ):
         assert did_you_mean(given, registry.names()) == f"; did you mean {ours!r}?"
-    assert did_you_mean("ppo", ["opo"]) == "; did you mean 'opo'?" and did_you_mean("gpu", ["axle"]) == ""
+    assert did_you_mean("ppo", ["opo"]) == "; did you mean 'opo'?"
 
 
 def test_facts_of_a_users_own_function() -> None:
