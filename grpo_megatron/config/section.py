@@ -160,7 +160,7 @@ Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so 
 
 # -- Mistakes in the words of this program -----------------------------------------------------------------------------
 
-_REMEDIES = {  # pydantic's kinds of errors -> what is to be done
+_VALUE_REMEDIES = {  # pydantic's kinds of errors -> what is to be done
     "bool_parsing bool_type": "set true or false",
     "int_from_float int_parsing int_parsing_size int_type": "set a whole number",
     "float_parsing float_type": "set a number",
@@ -183,7 +183,7 @@ _REMEDIES = {  # pydantic's kinds of errors -> what is to be done
     "dataclass_type": "it is a table; write {{KEY: VALUE}}",
     "missing": "it has no default; set it",
 }
-REMEDIES = {kind: reason for kinds, reason in _REMEDIES.items() for kind in kinds.split()}
+VALUE_REMEDIES = {kind: reason for kinds, reason in _VALUE_REMEDIES.items() for kind in kinds.split()}
 
 
 def reason_and_remedy(error: Any) -> str:
@@ -192,7 +192,7 @@ def reason_and_remedy(error: Any) -> str:
         name: f"{value:g}" if isinstance(value, float) else value for name, value in error.get("ctx", {}).items()
     }
     given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
-    text = REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
+    text = VALUE_REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
     if error["type"] == "literal_error" and isinstance(given, str):
         text += did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
     return cut(text.removeprefix("Value error, "), 1000)

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
 from grpo_megatron.config.problems import ProblemList
-from grpo_megatron.config.section import REMEDIES, reason_and_remedy
+from grpo_megatron.config.section import VALUE_REMEDIES, reason_and_remedy
 from grpo_megatron.config.tables import named_file, read_yaml_table, table_names
 from grpo_megatron.data.rows import (
     Messages,
@@ -379,7 +379,7 @@ def read_task_file(path: Path) -> Task:
         keys = {**{key: value for key, value in base.items() if key not in (*OWN_KEYS, *replaced)}, **written}
         del keys["extends"]
         hashed = base_text.encode() + b"\0" + hashed
-    problems = [f"{key}: {REMEDIES['missing']}" for key in ("version", "title") if key not in written]
+    problems = [f"{key}: {VALUE_REMEDIES['missing']}" for key in ("version", "title") if key not in written]
     problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in written]
     rows = task = None
     try:
