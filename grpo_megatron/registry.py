@@ -41,6 +41,9 @@ def import_function(path: str) -> object:
     Other exceptions of the module are passed on, except one that would end the process: it is a ValueError.
     """
     module_name, _, attribute = path.partition(":")
+    if "/" in module_name or module_name.endswith(".py"):
+        dotted = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise ValueError(f"{path!r}: a module has dots in its name, and no .py; write {dotted}:{attribute}")
     try:
         with no_exit(f"{path!r}: importing module {module_name!r}"):
             module = importlib.import_module(module_name)
@@ -54,7 +57,9 @@ def import_function(path: str) -> object:
             " config, or its folder on PYTHONPATH"
         ) from error
     if not hasattr(module, attribute):
-        raise ValueError(f"{path!r}: module {module_name!r} has no attribute {attribute!r}")
+        public = (name for name in vars(module) if not name.startswith("_"))
+        hint = did_you_mean(attribute, public) or f"; define it there ({getattr(module, '__file__', None)})"
+        raise ValueError(f"{path!r}: module {module_name!r} has no attribute {attribute!r}{hint}")
     return getattr(module, attribute)
 
 

@@ -86,7 +86,7 @@ if os.environ.get("RANK") or "grpo_megatron" in sys.orig_argv or "forkserver" in
             self.config = config
 
     class Trainer:
-        def __init__(self, config, checked, profiled):
+        def __init__(self, config, checked, profiled, last_step=None):
             assert isinstance(checked, Checked)
 
         def run(self):

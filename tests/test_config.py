@@ -179,6 +179,7 @@ def test_a_key_is_taken_out_on_a_command_line(path: Path) -> None:
     for text, expected in (
         ("rollout.top_p=0.9: why; leave it out", "leave it out (on a command line: ~rollout.top_p)"),
         ("a.b=1 with c.d=2: leave c.d out, or set it", "leave c.d out (on a command line: ~c.d), or set it"),
+        ("a.b=1: leave it out (why)", "leave it out (on a command line: ~a.b; why)"),
         ("a.b=1: leave one of them out", "leave one of them out"),
         ("a.b=1: leave c.d out (on a command line: c.d=null)", "leave c.d out (on a command line: c.d=null)"),
         (f"{marked('a.b')}=1 is wrong; leave it out", "leave it out (on a command line: ~a.b)"),

@@ -235,7 +235,7 @@ def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> 
     return wrong.problems
 
 
-LEFT_OUT = re.compile(f"leave (it|{KEY_MARK}?[a-z_]+[.][a-z_.]+{KEY_MARK}?) out(?! [(]on a command line)")
+LEFT_OUT = re.compile(f"leave (it|{KEY_MARK}?[a-z_]+[.][a-z_.]+{KEY_MARK}?) out(?! [(]on a command line)( [(])?")
 
 
 def for_command_line(problem: Problem) -> Problem:
@@ -244,7 +244,8 @@ def for_command_line(problem: Problem) -> Problem:
     def typed(match: re.Match[str]) -> str:
         head = re.split("[=:, ]", problem.text)[0]
         key = match[1] if match[1] != "it" else head if "." in head else (*problem.keys, "")[0]
-        return f"{match[0]} (on a command line: ~{key})" if "." in key else match[0]
+        added = f"{match[0].removesuffix(' (')} (on a command line: ~{key}" + ("; " if match[2] else ")")
+        return added if "." in key else match[0]
 
     return Problem(LEFT_OUT.sub(typed, problem.message), problem.others)
 

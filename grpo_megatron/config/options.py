@@ -121,7 +121,10 @@ def parse(kind: type[T], argv: Sequence[str]) -> T:
         return kind.actions[values.pop("action")](**values)  # type: ignore[return-value]
     namespace, rest = parser.parse_known_intermixed_args(argv)  # type: ignore[arg-type]
     if rest:
-        parser.error(f"unknown option {rest[0]}" if rest[0].startswith("-") else f"unknown argument {rest[0]}")
+        fields = kind.model_fields.items()
+        flags = [_flag(name, _presentation(field)) for name, field in fields if field.description != HIDDEN]
+        kind_of_word = "option" if rest[0].startswith("-") else "argument"
+        parser.error(f"unknown {kind_of_word} {rest[0]}{did_you_mean(rest[0], flags)}")
     return kind(**vars(namespace))
 
 

@@ -27,7 +27,7 @@ class ReportOptions(Options):
 
     program, description = "report", "Write the page of a run, or of two runs beside each other."
     run: Annotated[tuple[Path, ...], Argument("a run's output folder; at most two")]
-    output: Annotated[Path, Option("the HTML file to write")]
+    output: Annotated[Path, Option("the HTML file to write (default: report.html)")] = Path("report.html")
 
     def problems(self) -> Iterator[str]:
         """Yields that there are more runs than a page shows."""
@@ -86,7 +86,9 @@ def watch(options: WatchOptions, stdin: TextIO | None = None, stdout: TextIO | N
 
 def _opened(folder: Path) -> RunFolder:
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; name the trainer.output_dir of a run")
+        raise ConfigError(
+            f"there is no folder {folder}; name the trainer.output_dir of a run, which makes it when its checks have passed"
+        )
     run = RunFolder(folder)
     run.update()
     if not run.curves.num_rows and not run.settings and not run.events:

@@ -122,7 +122,8 @@ class RewardSignature:
         if taken := [name for name in kwargs if name in ("completion", "completions", "solution_str", "solution_strs")]:
             return f"the kwargs hold {taken[0]!r}, which is the response; take it out"
         if not self.takes_others and (unknown := [name for name in kwargs if name not in named]):
-            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{did_you_mean(unknown[0], named)}"
+            hint = did_you_mean(unknown[0], named) or "; take it out"
+            return f"it has no parameter {unknown[0]!r}, which the kwargs hold{hint}"
         if columns is None:
             return None
         columns = sorted(set(columns) - set(given))

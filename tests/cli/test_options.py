@@ -53,7 +53,7 @@ def test_help_has_groups_in_their_order_and_hides_what_is_hidden() -> None:
     ("arguments", "message"),
     [
         ([], "the following arguments are required: MEAL"),
-        (["soup", "--lid"], "unknown option --lid"),
+        (["soup", "--no_ld"], "unknown option --no_ld; did you mean '--no-lid'?"),
         (["soup", "--taste"], "argument --taste: expected one argument"),
     ],
 )

@@ -252,7 +252,7 @@ def test_mistakes_of_the_command(run: Path, tmp_path: Path, capsys: pytest.Captu
         ([tmp_path], "has neither metrics.jsonl nor config.yaml: it is not the output folder of a run"),
         ([run] * 3, "a page shows one run or two, not 3"),
     ):
-        assert main(["report", *map(str, runs), "--output", str(tmp_path / "page.html")]) == 2
+        assert main(["report", *map(str, runs)]) == 2
         assert message in capsys.readouterr().err
 
 

@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
     ("name", "message"),
     [
         ("gsm8", "unknown reward 'gsm8'; did you mean 'gsm8k'"),
-        ("json:no_such_function", "has no attribute 'no_such_function'"),
+        ("json:no_such_function", "has no attribute 'no_such_function'; define it there"),
+        ("json:dump_s", "has no attribute 'dump_s'; did you mean 'dumps'"),
+        ("./mine/my_reward.py:score", "; write mine.my_reward:score$"),
         ("__main__:score", "a worker process cannot import __main__"),
         ("raising_module:score", "importing it raised ZeroDivisionError"),
     ],
