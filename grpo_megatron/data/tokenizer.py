@@ -406,10 +406,13 @@ class TurnRenderer:
             if self.tokenizer.decode([token]).strip():
                 break
         stops = [f"{token} ({self.tokenizer.decode([token])!r})" for token in sorted(self.stop_token_ids)]
-        end = f"token {ids[0]} ({self.tokenizer.decode([ids[0]])!r})" if ids else "nothing"
+        end, remedy = "nothing", "write a token that stops it behind the assistant's content in the template"
+        if ids:
+            end = f"token {ids[0]} ({self.tokenizer.decode([ids[0]])!r})"
+            remedy = "add it to rollout.stop_token_ids, or make it the tokenizer's eos_token"
         raise ConfigError(
             f"{self.where}: the chat template ends the assistant's turn with {end}, and generation stops at"
-            f" {', '.join(stops)}; add it to rollout.stop_token_ids, or make it the tokenizer's eos_token"
+            f" {', '.join(stops)}; {remedy}"
         )
 
     @cached_property

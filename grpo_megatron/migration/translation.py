@@ -48,6 +48,7 @@ from grpo_megatron.untrusted import (
 
 MAX_OTHER_KEYS = 3  # of a method that a config is near to
 SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
+VALIDATED = {"data.val_files", "data.val_tasks", "data.val_loss_files"}
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
 
@@ -116,6 +117,10 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     for ours, what in REQUIRED.items():
         result.values.setdefault(ours, (CHANGE_ME, what))
+    if not result.values.keys() & VALIDATED:
+        for ours, value in {"trainer.val_before_train": False, "trainer.test_freq": -1}.items():
+            if result.values.get(ours, ("", "default"))[1].endswith("default"):
+                result.values[ours] = (value, "no data to validate on")
     _fit_mini_batch(result)
     return result
 

@@ -52,6 +52,8 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
         return Path(snapshot_download(name, allow_patterns=wanted))  # without a network, what the cache has of it
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = cut(" ".join(str(error).split()))
+        if isinstance(error, LocalEntryNotFoundError) and "HF_HUB_OFFLINE" not in reason:
+            reason = f"the Hub cannot be reached from here, and its cache lacks it; `hf download {name}` where the network is"
         raise ReadError(f"it is not a folder, and as an id of the Hub it cannot be fetched: {reason}") from error
 
 

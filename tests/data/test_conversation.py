@@ -102,6 +102,12 @@ def test_pieces_are_the_templates_rendering_of_the_whole(
         (GEMMA, "<end_of_turn>", "tool", "fails on a message with role 'tool' .*must alternate.*Gemma: .*as user"),
         (DEEPSEEK, "<\uff5cend\uff5c>", "user", "<think> block .*DeepSeek: set data.chat_template to a copy"),
         (NO_TOOL_ROLE, "<eos>", "tool", "shows nothing of a message with role 'tool'. set data.chat_template to"),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "</s>",
+            "tool",
+            "ends .* with nothing, .*write a token that",
+        ),
         (CHATML, "</s>", "tool", "ends the assistant's turn with token 25.* stops at .*'</s>'.*rollout.stop_token_ids"),
     ],
 )
