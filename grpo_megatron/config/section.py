@@ -162,7 +162,8 @@ Frequency = Annotated[int, Field(ge=-1), AfterValidator(_not_zero)]  # every so 
 
 _VALUE_REMEDIES = {  # pydantic's kinds of errors -> what is to be done
     "bool_parsing bool_type": "set true or false",
-    "int_from_float int_parsing int_parsing_size int_type": "set a whole number",
+    "int_from_float int_parsing int_type": "set a whole number",
+    "int_parsing_size": "set a whole number of fewer digits",
     "float_parsing float_type": "set a number",
     "finite_number": "set a finite number",
     "greater_than": "set more than {gt}",

@@ -329,7 +329,7 @@ def test_expressions_and_files_of_a_task(tmp_path: Path) -> None:
     [
         ("--samples", "99999999999", "--samples '99999999999': set 65536 or less"),
         ("--temperature", "nan", "--temperature 'nan': set a finite number"),
-        ("--seed", "9" * 5000, "Unable to parse input string as an integer"),
+        ("--seed", "9" * 5000, "set a whole number of fewer digits"),
         ("--engine-kwargs", "[" * 9999, "is not JSON that can be read (nested too deeply)"),
     ],
     ids=lambda value: value[:20].encode("ascii", "replace").decode(),

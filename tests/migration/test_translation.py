@@ -83,6 +83,8 @@ def test_a_file_of_another_trainer_than_the_one_named(case: Path, tmp_path: Path
         )
         with refused:
             import_config(ImportOptions(**options))
+    written = flat(yaml.safe_load((tmp_path / f"{about['trainer']}.yaml").read_text()))
+    assert "data.val_files" in written or written["trainer.val_before_train"] is False
 
 
 def test_files_that_name_each_other_as_defaults(tmp_path: Path) -> None:
