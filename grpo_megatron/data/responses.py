@@ -169,7 +169,9 @@ def load_offline_groups(
             return [
                 (*part, rewards) for part in text_parts(text_field(row, "text"), tokenizer, data.max_response_length)
             ]
-        return [(*read_written(row, list(fields)), rewards)]
+        question, responses = read_written(row, list(fields))
+        _check_pair(responses)
+        return [(question, responses, rewards)]
 
     return _load_groups(data, files, tokenizer, read, None, renderer, end_token_ids)
 
@@ -429,9 +431,13 @@ def _texts(row: dict[str, Any], name: str) -> list[str]:
     return [text_field({f"{name}[{i}]": text}, f"{name}[{i}]") for i, text in enumerate(row[name])]
 
 
-def _pair(question: Question, responses: list[Written], margin: Any) -> WrittenGroup:
-    if responses[0] == responses[1]:
+def _check_pair(responses: list[Written]) -> None:
+    if len(responses) == 2 and responses[0] == responses[1]:
         raise ValueError("chosen and rejected are the same, so neither is better; leave the pair out")
+
+
+def _pair(question: Question, responses: list[Written], margin: Any) -> WrittenGroup:
+    _check_pair(responses)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin <= MAX_MARGIN:
         raise ValueError(f"margin {shown(margin)} is not a number from 0 to {MAX_MARGIN:g}")
     return question, responses, [1.0 + margin, 0.0]

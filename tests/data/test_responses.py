@@ -90,6 +90,8 @@ def test_prompt_and_turns_in_separate_fields(tmp_path: Path) -> None:
     assert (list(prompt.prompt_ids), chosen, rewards) == (*whole, [1.0, 0.0])
     assert (tokenizer.decode(rejected.ids), rejected.turns) == ("It is 5.<|im_end|>", [])
     assert rejected.loss_mask() == [1] * len(rejected)
+    with pytest.raises(ConfigError, match="chosen and rejected are the same"):
+        load_offline_groups(DATA, row_files(tmp_path / "same.jsonl", {**row, "chosen": "It is 5."}), tokenizer, fields)
 
 
 def test_rows_with_messages_need_no_environment(tmp_path: Path) -> None:
