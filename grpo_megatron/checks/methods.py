@@ -419,7 +419,7 @@ def _teachers(config: Config) -> Problems:
         if teacher.self == "current":
             if teacher.prompt_column is None:
                 yield f"{key}.self=current is the policy itself, which teaches nothing without a prompt_column; set one"
-            if objective.kl != "sampled" and objective.top_k == 0:
+            if objective.reads_states:
                 yield f"{key}.self=current has another output head in each step; set {k.distillation.top_k:key}=64, say"
         if teacher.key is not None and objective.key is None:
             yield f"{key}.key={teacher.key!r} has no effect without a column; set {k.distillation.key:key}, or leave it out"
@@ -452,7 +452,7 @@ def _server_problems(config: Config, name: str, teacher: TeacherConfig) -> Probl
             f"{key}.url with {k.rollout.temperature}: a server's prompt log-probabilities are of temperature 1, whatever the"
             " request says, and those of the policy must be, too; set it to 1, or give the teacher a path"
         )
-    if config.distillation.kl != "sampled" and config.distillation.top_k == 0:
+    if config.distillation.reads_states:
         yield f"{key}.url with {k.distillation.top_k}: a server returns its best tokens only; set it to 20, say"
 
 

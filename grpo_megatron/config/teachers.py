@@ -76,3 +76,8 @@ class DistillationConfig(Section):
     """the column whose value chooses a row's teacher; null: there is one"""
     loss_agg_mode: str | None = None
     """the weight of each token in the teachers' term: a name as in actor.loss_agg_mode, which null takes"""
+
+    @property
+    def reads_states(self) -> bool:
+        """Says if the objective reads a teacher's full distribution, from its hidden states."""
+        return self.kl != "sampled" and self.top_k == 0

@@ -212,7 +212,9 @@ class _Rank:
             lora = actor.lora if is_policy else self.config.critic.lora
             merged = merged_bytes(model, lora, actor, itemsize, backward=True)
         tower, of_image = self._tower() if is_policy else (0.0, 0.0)
-        head = head_bytes(self.arch, actor, itemsize, backward=True) if is_policy and self._has_head() else 0.0
+        is_full, head = bool(self.config.teachers) and self.config.distillation.reads_states, 0.0
+        if is_policy and self._has_head():
+            head = head_bytes(self.arch, actor, itemsize, backward=True, has_full_divergence=is_full)
         return {
             "FP8 copies": 2.0 * self.parameters.fp8,
             "merged weights": merged,

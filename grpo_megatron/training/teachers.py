@@ -36,7 +36,7 @@ class Teachers:
                 )
         objective = config.distillation
         self.heads: list[Tensor | None] = []  # of the distributions over the whole vocabulary
-        if objective.kl != "sampled" and objective.top_k == 0:
+        if objective.reads_states:
             for name, teacher in config.teachers.items():
                 dtype, path = getattr(torch, teacher.dtype or config.model.dtype), teacher.path or policy_start(config)
                 self.heads.append(policy.teacher_head(path, checked.teachers[name], dtype))

@@ -201,14 +201,18 @@ def test_teachers_sleep_and_score_one_after_the_other() -> None:
     """Two of the policy's size; the second in float32. With all ids, rows of their heads stay beside the policy's."""
     teachers = {"a": {"path": "a"}, "b": {"path": "b", "dtype": "float32"}}
     models, head = RunModels(arch_8b(), teachers=(arch_8b(), arch_8b())), 128_256 * 4096
+    logits: list[float] = []
     for objective, heads in (({}, 0), ({"kl": "forward", "top_k": 0}, (2 + 4) * head)):
-        config = config_of(WITH_GRADIENTS, teachers=teachers, distillation=objective)
+        actor = {"logprob_chunk_size": 4096}
+        config = config_of(WITH_GRADIENTS, teachers=teachers, distillation=objective, actor=actor)
         phases = {one.name: one for one in memory_phases(config, arch_8b(), 8, *models.stages(config))}
         assert phases["teachers"].parts["teachers"] == 4 * P + heads
         assert phases["update"].parts.get("teachers", 0) == heads
+        logits.append(phases["update"].parts["layer or logits"])
         (memory,) = memory_of_stages(config, 8, *models.stages(config))
         assert memory.teacher_weights == (2 * P, 4 * P)
         assert host_parts(config, arch_8b(), 8, memory)["offloaded weights"] == 2 * P * bool(memory.reference) + 6 * P
+    assert logits[1] - logits[0] == (10 - 4.5) * 4 * 4096 * 128_256  # copies of a chunk
 
 
 def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
