@@ -77,13 +77,16 @@ def load_classifier(folder: Path) -> Any:
 
 
 def randomise(model: torch.nn.Module, seed: int, std: float, score_std: float | None = None) -> torch.Generator:
-    """Sample all parameters: around 1 in norms, around 0 elsewhere. `score_std`: of a score head. Returns the generator."""
+    """Sample all parameters: around 1 in norms (0 where they multiply by 1 + weight), around 0 elsewhere.
+
+    `score_std`: of a score head. Returns the generator.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
             scale = score_std if score_std is not None and "score" in name else std
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else scale * noise)
+            parameter.copy_(parameter.mean().round() + 0.2 * noise if "norm" in name else scale * noise)
     return generator
 
 

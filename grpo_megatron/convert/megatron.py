@@ -405,12 +405,11 @@ def _hf_tensors(row: WeightRow, full: Tensor, arch: Architecture) -> list[Tensor
     """Does `row.merge` of one rank's tensor, without a copy where a Hugging Face tensor is a run of its rows."""
     if isinstance(row, HeadRow):
         return row.merge([full], arch)
-    owners, counts = zip(*row.segments(arch), strict=True)
-    runs = full.split(list(counts))
-    runs_of_parts = [
-        [run for run, owner in zip(runs, owners, strict=True) if owner == part] for part in range(len(row.hf))
-    ]
-    return [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in runs_of_parts]
+    segments = list(row.segments(arch))
+    runs = zip(segments, full.split([length for *_, length in segments]), strict=True)
+    in_order = sorted(runs, key=lambda item: item[0])  # by tensor, then by its rows
+    parts = [[run for (owner, *_), run in in_order if owner == part] for part in range(len(row.hf))]
+    return [part[0] if len(part) == 1 else torch.cat(part) for part in parts]
 
 
 def _has_valid_checksums(folder: Path, info: _StorageInfo) -> bool:

@@ -79,6 +79,7 @@ def _sizes(config: Config, arch: Any, world_size: int) -> Iterator[str]:
         ("experts: their order depends on which tokens they get", arch.num_experts),
         ("latent attention", arch.latent),
         ("norms over the heads of all ranks", arch.post_norms),
+        ("gated delta nets", arch.delta),
         ("a vision tower", arch.vision),
     ):
         if is_there:

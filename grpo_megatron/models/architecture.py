@@ -99,6 +99,62 @@ class Latent:
         return query + key_value + heads * self.value_dim * hidden_size
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """The sizes of gated delta nets, arXiv 2412.06464: linear attention in all layers but every `full_every`-th.
+
+        q, k, v = silu(conv(W_qkv x))                        a convolution over `kernel` tokens of each channel alone
+        S = exp(g) S + b k (v - exp(g) S^T k)^T,  o = S^T q     per value head, with a state S [key_dim, value_dim]
+        g = -exp(A_log) softplus(W_a x + dt_bias),  b = sigmoid(W_b x);  q and k have length 1
+        y = W_out (norm(o) silu(W_z x))
+
+    `key_heads` key heads have value_heads / key_heads value heads each. `is_fused`: the files have W_qkv and W_z as one matrix
+    in the order of key heads, and W_b and W_a as another (Qwen3-Next); else there are four (Qwen3.5).
+    """
+
+    is_fused: bool
+    full_every: int = _size(_LAYERS)
+    kernel: int = _size(1 << 10)
+    key_heads: int = _size(_HEADS)
+    value_heads: int = _size(_HEADS)
+    key_dim: int = _size(_HEADS)
+    value_dim: int = _size(_HEADS)
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def key_size(self) -> int:
+        """Width of all key heads together."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of all value heads together."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def input_size(self) -> int:
+        """Rows of W_qkv, W_z, W_b and W_a together."""
+        return self.conv_size + self.value_size + 2 * self.value_heads
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Counts the parameters of one layer's attention."""
+        return (
+            (self.input_size + self.value_size) * hidden_size
+            + self.conv_size * self.kernel
+            + 2 * self.value_heads
+            + self.value_dim
+        )
+
+
 # Names of the layers that make the decoder's features; the tower's others are in `visual.`
 MERGERS = ("visual.merger.", "visual.deepstack_merger_list.")
 MAX_KEPT = 1 << 32  # bytes of features that a frozen tower keeps on the host
@@ -218,7 +274,13 @@ class Architecture:
     num_dense_layers: int = _size(_LAYERS, default=0)
     dense_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the MLPs of these layers
     shared_ffn_hidden_size: int = _size(_WIDTH, default=0)  # of the experts of every token, together; 0: none
+    shared_gates: int = _size(1, default=0)  # 1: a sigmoid of each token scales the output of its shared experts
+    output_gate: bool = (
+        False  # the attention's output is multiplied by a sigmoid, which W_q computes beside each query head
+    )
+    centred_norms: bool = False  # norms multiply by 1 + their weight; not those of `delta`
     latent: Latent | None = None  # None: grouped-query attention
+    delta: DeltaNet | None = None  # None: all layers have attention
     vision: Vision | None = None  # None: it reads no images
     # Layers after the last one, which predict further tokens. They are neither trained nor written.
     num_extra_layers: int = _size(100, default=0)
@@ -236,7 +298,21 @@ class Architecture:
     def is_extra(self, tensor_name: str) -> bool:
         """Returns whether a Hugging Face tensor belongs to a layer after the last."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
-        return tensor_name.startswith(tuple(names))
+        return tensor_name.startswith((*names, *(["mtp."] if self.delta is not None else [])))
+
+    def is_linear(self, layer: int) -> bool:
+        """Returns whether a layer, counted from 0, has a gated delta net instead of attention."""
+        return self.delta is not None and (layer + 1) % self.delta.full_every != 0
+
+    @property
+    def num_linear_layers(self) -> int:
+        """The layers with a gated delta net."""
+        return sum(self.is_linear(layer) for layer in range(self.num_layers))
+
+    @property
+    def local_reason(self) -> str | None:
+        """Names what this model has and Transformer Engine's layers, FP8 and context parallelism here have not; None: nothing."""
+        return "gated delta nets" if self.delta else "norms after attention and MLP" if self.post_norms else None
 
     def padded_vocab_size(self, tp: int) -> int:
         """Returns the rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
@@ -256,17 +332,19 @@ class Architecture:
     def num_parameters(self) -> int:
         """Counts the parameters, tied embeddings once."""
         d, h = self.head_dim, self.hidden_size
-        qkv = (self.num_attention_heads + 2 * self.num_query_groups) * d
+        qkv = (self.num_attention_heads * (1 + self.output_gate) + 2 * self.num_query_groups) * d
         attention = qkv * h + h * self.attention_size
         attention += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
         attention += self.attention_size + self.key_size if self.post_norms else 0
         if self.latent is not None:
             attention = self.latent.num_parameters(h, self.num_attention_heads)
         mlp = 3 * h * (self.ffn_hidden_size * (self.num_experts or 1) + self.shared_ffn_hidden_size)
-        mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid))  # router, and its bias
+        mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid)) + self.shared_gates * h
         mlps = self.num_dense_layers * 3 * h * self.dense_ffn_hidden_size
         mlps += (self.num_layers - self.num_dense_layers) * mlp
         tower = self.vision.num_parameters(h) if self.vision else 0
+        linear = self.num_linear_layers
+        mlps += linear * (self.delta.num_parameters(h) - attention) if self.delta is not None else 0
         return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 
@@ -303,6 +381,22 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
             "moe_router_num_groups": groups[0],
             "moe_router_group_topk": groups[1],
         }
+    if arch.shared_gates:
+        fields["moe_shared_expert_gate"] = True
+    if arch.centred_norms:
+        fields["layernorm_zero_centered_gamma"] = True
+    if arch.output_gate:
+        fields["attention_output_gate"] = True
+    if (delta := arch.delta) is not None:
+        fields |= {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(arch.is_linear(layer)) for layer in range(arch.num_layers)],
+            "linear_conv_kernel_dim": delta.kernel,
+            "linear_key_head_dim": delta.key_dim,
+            "linear_value_head_dim": delta.value_dim,
+            "linear_num_key_heads": delta.key_heads,
+            "linear_num_value_heads": delta.value_heads,
+        }
     if latent is not None:
         fields |= {
             "q_lora_rank": latent.q_rank,
@@ -321,7 +415,7 @@ MAX_BLOCKS = 1 << 20  # experts of all layers together
 
 def check_bounds(arch: Architecture) -> None:
     """Raises UnsupportedModel that names the first number which no model can have."""
-    parts = {"": arch, "latent.": arch.latent, "routing.": arch.routing, "vision.": arch.vision}
+    parts = {"": arch, "latent.": arch.latent, "delta.": arch.delta, "routing.": arch.routing, "vision.": arch.vision}
     for part, owner in parts.items():
         for declared in fields(owner) if owner is not None else ():
             name, value, facts = part + declared.name, getattr(owner, declared.name), declared.metadata
@@ -346,6 +440,11 @@ def check_bounds(arch: Architecture) -> None:
         raise UnsupportedModel(
             f"config.json gives {arch.num_attention_heads} attention heads in {arch.num_query_groups} key-value groups;"
             " the second must divide the first"
+        )
+    if arch.delta is not None and arch.delta.value_heads % arch.delta.key_heads:
+        raise UnsupportedModel(
+            f"config.json gives {arch.delta.value_heads} value heads to {arch.delta.key_heads} key heads of its gated delta"
+            " nets; the second must divide the first"
         )
 
 
@@ -477,6 +576,7 @@ def split_problems(arch: Architecture, tp: int, *, has_whole_experts: bool = Fal
         ("experts", arch.num_experts) if has_whole_experts and arch.num_experts else mlp,
         ("rows of a dense layer's MLP", arch.dense_ffn_hidden_size),
         ("rows of the shared experts' MLP", arch.shared_ffn_hidden_size),
+        ("key heads of gated delta nets", arch.delta.key_heads if arch.delta is not None else 0),
     )
     problems = [f"{size} {what} over {tp} leave {size % tp}" for what, size in sizes if size % tp]
     groups = arch.num_query_groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +183,7 @@ def build_model(
 
     `has_gradients` False: the model is frozen, and is never wrapped in DDP. `is_exact`: see layers/exact.py.
     """
-    if arch.post_norms:  # Transformer Engine's fused modules have no place for such norms
+    if arch.local_reason:
         megatron = megatron.model_copy(update={"transformer_impl": "local"})
     kernels = choose_kernels(megatron, device, dtype, has_gradients=has_gradients)
     config = transformer_config(arch, megatron, dtype, device.is_cuda, kernels)
@@ -190,7 +191,8 @@ def build_model(
     assert ep == megatron.expert_model_parallel_size, f"the mesh was built with ep={ep}"
     cp = parallel_state.get_context_parallel_world_size()
     assert cp == megatron.context_parallel_size, f"the mesh was built with cp={cp}"
-    with device.megatron(), fused_without_apex(kernels):
+    # torch samples the initial weights of a convolution.
+    with device.megatron(), fused_without_apex(kernels), device.preserve_rng() if arch.delta else nullcontext():
         model = model_class(
             config=config,
             transformer_layer_spec=block_spec(config, kernels, arch),

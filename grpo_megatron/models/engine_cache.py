@@ -48,12 +48,24 @@ class EngineCache:
 def kv_token_bytes(arch: Architecture, rollout_tp: int, itemsize: int) -> int:
     """Returns the bytes of one token in the cache of one rank of an engine.
 
-    layers x 2 x ceil(key-value heads / tp) x head size x bytes
+    layers with attention x 2 x ceil(key-value heads / tp) x head size x bytes
     layers x (latent + rotated part) x bytes                       latent attention, on every rank of the engine
     """
     if arch.latent is not None:
         return arch.num_layers * arch.latent.down_rows * itemsize
-    return arch.num_layers * 2 * math.ceil(arch.num_query_groups / rollout_tp) * arch.head_dim * itemsize
+    layers = arch.num_layers - arch.num_linear_layers
+    return layers * 2 * math.ceil(arch.num_query_groups / rollout_tp) * arch.head_dim * itemsize
+
+
+def state_bytes(arch: Architecture, rollout_tp: int, itemsize: int) -> int:
+    """Returns the bytes of a sequence's states in gated delta nets on one rank of an engine, whatever its length.
+
+    layers x (value heads x key size x value size x 4 + channels x (taps - 1) x bytes) / tp
+    """
+    if (delta := arch.delta) is None:
+        return 0
+    state = 4 * delta.value_heads * delta.key_dim * delta.value_dim + delta.conv_size * (delta.kernel - 1) * itemsize
+    return arch.num_linear_layers * state // rollout_tp
 
 
 def tower_layer_bytes(vision: Vision, itemsize: int) -> int:
@@ -90,7 +102,8 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
                    states and the MLP's projection and product; per sequence 12 bytes for each word of the vocabulary.
                    A vision tower computes as many tokens of images at a time, and keeps their features; those of
                    DeepStack are twice there, for the tokens of a step too
-        cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set
+        cache      share - weights - workspace; exactly `engine_kwargs.kv_cache_memory_bytes`, if set; less the states of all
+                   sequences, of a model with gated delta nets
 
     Where `rollout.max_num_seqs` is null, it is the number of sequences of half the largest length, the expected mean, that
     fit at once with their part of the workspace: a multiple of 8, from 16 to 1,024 (vLLM's own number on GPUs of 70 GiB and
@@ -105,25 +118,28 @@ def engine_cache(rollout: RolloutConfig, arch: Architecture, itemsize: int, devi
         )
     weights = engine_weights(rollout, arch, itemsize)
     left = rollout.gpu_memory_utilization * device - weights - rollout.max_num_batched_tokens * per_token
+    states = state_bytes(arch, tp, itemsize)
     logits, given = arch.vocab_size * LOGIT_BYTES, float(kwargs.get("kv_cache_memory_bytes") or 0)
     token_bytes = kv_token_bytes(arch, tp, 1 if str(kwargs.get("kv_cache_dtype")).startswith("fp8") else itemsize)
     block_tokens = int(kwargs.get("block_size") or BLOCK_TOKENS)
     sequences, derivation = rollout.max_num_seqs, ""
     if sequences is None:
         mean = math.ceil(math.ceil(length / 2) / block_tokens) * block_tokens
-        room, each = (given, mean * token_bytes) if given else (left, mean * token_bytes + logits)
+        per_sequence = mean * token_bytes + states
+        room, each = (given, per_sequence) if given else (left, per_sequence + logits)
         at_once = max(0, int(room // each))
         bounded = max(FEWEST_SEQUENCES, min(MOST_SEQUENCES, at_once // SEQUENCES_STEP * SEQUENCES_STEP))
         sequences = min(bounded, rollout.max_num_batched_tokens)
         derivation = (
             f"{room / 2**30:.2f} GiB / ({mean:,} tokens x {token_bytes / 1024:g} KiB"
+            f"{f' + states of {states / 2**20:.2f} MiB' if states else ''}"
             f"{'' if given else f' + {arch.vocab_size:,} words x {LOGIT_BYTES} bytes'}) = {at_once:,}"
         )
     workspace = rollout.max_num_batched_tokens * per_token + sequences * logits
     return EngineCache(
         weights=weights,
         workspace=workspace,
-        cache=given or left - sequences * logits,
+        cache=(given or left - sequences * logits) - sequences * states,
         token_bytes=token_bytes,
         block_tokens=block_tokens,
         max_num_seqs=sequences,

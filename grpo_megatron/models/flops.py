@@ -20,13 +20,17 @@ from grpo_megatron.models.architecture import Architecture
 def linear_parameters(arch: Architecture) -> int:
     """Returns the active weights of attention, MLPs and experts: those in FP8 under a recipe. No norms, no biases."""
     heads, groups, latent = arch.num_attention_heads, arch.num_query_groups, arch.latent
-    attention = int(arch.hidden_size * (2 * heads + 2 * groups) * arch.head_dim)
+    attention = int(arch.hidden_size * ((2 + arch.output_gate) * heads + 2 * groups) * arch.head_dim)
     if latent is not None:
         attention = latent.num_parameters(arch.hidden_size, heads) - latent.kv_rank - (latent.q_rank or 0)
     mlps_per_token = arch.experts_per_token if arch.num_experts else 1
     width = arch.ffn_hidden_size * mlps_per_token + arch.shared_ffn_hidden_size
     width = (arch.num_layers - arch.num_dense_layers) * width + arch.num_dense_layers * arch.dense_ffn_hidden_size
-    return 3 * arch.hidden_size * width + arch.num_layers * attention
+    linear = arch.num_linear_layers
+    attentions = (arch.num_layers - linear) * attention
+    if (delta := arch.delta) is not None:
+        attentions += linear * (delta.input_size + delta.value_size) * arch.hidden_size
+    return 3 * arch.hidden_size * width + attentions
 
 
 def active_parameters(arch: Architecture) -> int:
@@ -37,9 +41,9 @@ def active_parameters(arch: Architecture) -> int:
     h hidden size, L layers, H query heads, K key/value heads, d head size, V vocabulary, f width of the MLP or of one expert.
     A dense model has k = 1 and E = 0. A mixture of experts sends each token through k of E experts, through the router, h E,
     and through an MLP that all tokens share. In DeepSeek's models the first layers have an MLP instead, and A is the number
-    of weights of latent attention.
+    of weights of latent attention; with an output gate it is h (3 H d + 2 K d), and that of a gated delta net its own.
     """
-    routers = (arch.num_layers - arch.num_dense_layers) * arch.hidden_size * arch.num_experts
+    routers = (arch.num_layers - arch.num_dense_layers) * arch.hidden_size * (arch.num_experts + arch.shared_gates)
     return linear_parameters(arch) + routers + 2 * arch.vocab_size * arch.hidden_size
 
 
@@ -61,16 +65,30 @@ def tower_parameters(arch: Architecture) -> int:
 
 
 def _per_square(arch: Architecture) -> float:
-    """Returns d H L: a sequence's multiply-adds in attention, over its length squared. d: mean of key's and value's size."""
+    """Returns d H L: a sequence's multiply-adds in attention, over its length squared. d: mean of key's and value's size.
+
+    L counts the layers with attention.
+    """
     head_dim = arch.head_dim if arch.latent is None else (arch.latent.key_dim + arch.latent.value_dim) / 2
-    return head_dim * arch.num_attention_heads * arch.num_layers
+    return head_dim * arch.num_attention_heads * (arch.num_layers - arch.num_linear_layers)
+
+
+def state_products(arch: Architecture) -> int:
+    """Returns the multiply-adds of a token in the convolutions and states of gated delta nets: L (C c + 3 V k v).
+
+    C channels have c taps; V states of k x v are read twice and written once. Kernels work on chunks of tokens, and do more.
+    """
+    if (delta := arch.delta) is None:
+        return 0
+    states = 3 * delta.value_heads * delta.key_dim * delta.value_dim
+    return arch.num_linear_layers * (delta.conv_size * delta.kernel + states)
 
 
 def sequence_cost(arch: Architecture) -> SequenceCost:
     """Returns the multiply-adds by which rows are balanced over data-parallel ranks."""
     head = arch.vocab_size * arch.hidden_size
     return SequenceCost(
-        per_token=active_parameters(arch) - 2 * head,  # without embedding and head
+        per_token=active_parameters(arch) + state_products(arch) - 2 * head,  # without embedding and head
         per_response_token=head,
         per_square=round(_per_square(arch)),
     )
@@ -79,10 +97,11 @@ def sequence_cost(arch: Architecture) -> SequenceCost:
 def flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
     """Returns the FLOP of one pass over all sequences of a batch: forward and backward, or forward alone (a third).
 
-    6 N T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens
+    6 (N + S) T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens, S = state_products
     """
     tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
-    return (2.0 if forward_only else 6.0) * (active_parameters(arch) * tokens + _per_square(arch) * squares)
+    per_token = active_parameters(arch) + state_products(arch)
+    return (2.0 if forward_only else 6.0) * (per_token * tokens + _per_square(arch) * squares)
 
 
 def linear_flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:

@@ -421,6 +421,10 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
                 2 s h for each copy of the token that is sent to an expert and back
     latents     (4 + 3 s) for each element of a latent; its heads count as attention, with as many key heads as query
                 heads (not compared with measured peaks)
+    gates       (4 + 3 s) q / tp of an output gate (not compared either)
+    delta nets  of layers with them instead of attention, on average over all: s (i + 3 c + 4 V k + 3 v + 64 V) + 8 v, over
+                tp, with fla's rule: i rows of the input projection, c channels, V heads of k, v their sizes together (not
+                compared; torch's rule on the CPU keeps far more)
 
     h is the hidden size, q and k the sizes of all query and all key heads, f the MLP's, s the bytes of a number.
     """
@@ -429,9 +433,19 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     copies = arch.experts_per_token if arch.num_experts else 1
     shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
     per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
-    per_token += itemsize * (6 * queries + 3 * keys + 5 * (copies * arch.ffn_hidden_size + shared)) / tp
+    per_token += itemsize * 5 * (copies * arch.ffn_hidden_size + shared) / tp
+    attention = itemsize * (6 * queries + 3 * keys) / tp
     if arch.qk_norm or arch.post_norms:
-        per_token += (4 + itemsize) * (queries + keys) / tp
+        attention += (4 + itemsize) * (queries + keys) / tp
+    if arch.output_gate:
+        attention += (4 + 3 * itemsize) * queries / tp
+    if (delta := arch.delta) is not None:
+        rows = (
+            delta.input_size + 3 * delta.conv_size + 3 * delta.value_size + delta.value_heads * (4 * delta.key_dim + 64)
+        )
+        linear = (itemsize * rows + 8 * delta.value_size) / tp
+        attention += (linear - attention) * arch.num_linear_layers / arch.num_layers
+    per_token += attention
     if arch.latent is not None:  # projections, float32 inputs of their norms, results, products
         latents = arch.latent.down_rows + (arch.latent.q_rank or 0)
         per_token += latents * (4 + 3 * itemsize) / _sequence_cut(actor.megatron)

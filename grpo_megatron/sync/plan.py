@@ -89,12 +89,14 @@ class EngineTensors:
     """The tensors of a complete weight stream, and the interval of each that each engine rank reads.
 
     An engine that reads complete tensors has the span [0, length) on each rank. `groups` names, for each tensor that is
-    loaded and digested together with others, its group: one linear layer of all experts (digest.py).
+    loaded and digested together with others, its group: one linear layer of all experts (digest.py). `unattested`: tensors
+    of which a rank keeps several parts, so that no digest of a span can be compared.
     """
 
     tensors: Mapping[str, SyncTensor]
     spans: EngineSpans
     groups: Mapping[str, str] = field(default_factory=dict)
+    unattested: frozenset[str] = frozenset()
 
     def units(self, rank: int) -> dict[str, list[str]]:
         """Return what a rank loads, and digests, in one call: name of the group or tensor -> the tensors that it reads."""

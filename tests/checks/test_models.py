@@ -495,9 +495,11 @@ def test_one_start_shows_them_all(images_run: Path, capsys: pytest.CaptureFixtur
 
 # -- Families that a part of the run cannot compute --------------------------------------------------------------------
 
-V3, OLMO = {**tiny.COMMON, **MODELS["deepseek_v3"]}, {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
+V3, NEXT = ({**tiny.COMMON, **MODELS[name]} for name in ("deepseek_v3", "qwen3_next"))
+OLMO = {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
 MODELS_PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 FP8 = {"actor": {"megatron": {"fp8": {"recipe": "blockwise"}}}}
+BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}
 OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (V3, {}, None),
     (OLMO, {}, None),
@@ -507,6 +509,30 @@ OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({**V3, "kv_lora_rank": 256}, {"trainer": {"device": "cuda"}}, None),
     (OLMO, {"actor": {"megatron": {"transformer_impl": "transformer_engine"}}}, "set transformer_impl=auto"),
     (OLMO, {"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 needs Transformer Engine"),
+    (NEXT, BF16, None),
+    (
+        NEXT,
+        {"model": {"path": "m", "dtype": "float32"}},
+        "dtype=float32 with rollout.engine=vllm on the CPU: its kernels of",
+    ),
+    (NEXT, {"trainer": {"device": "cuda"}}, None),
+    (
+        {**NEXT, "linear_key_head_dim": 32},
+        BF16,
+        "have heads of 64 or 128, and config.json gives linear_key_head_dim=32",
+    ),
+    (NEXT, {**BF16, "rollout": {"engine": "transformers"}}, "no states of gated delta nets (qwen3_next); set rollout"),
+    (NEXT, {**BF16, **FP8}, "FP8 is not supported for gated delta nets (qwen3_next)"),
+    (
+        NEXT,
+        {**BF16, "actor": {"megatron": {"context_parallel_size": 2}}},
+        "has no gated delta nets here, as this model",
+    ),
+    (
+        NEXT,
+        {**BF16, "actor": {"megatron": {"tensor_model_parallel_size": 2, "sequence_parallel": False}}},
+        "nobody would sum the gradients of the norms of gated delta nets (qwen3_next)",
+    ),
 ]
 
 

@@ -47,8 +47,8 @@ LAYOUTS = {
     16: {(4, 4): ["qwen2", "qwen2-tied"]},
 }
 # Mixtures of experts of real config.json files, shrunk: experts are an axis of the stored tensors. DeepSeek-V3's first layer
-# has none: each of its layers is stored alone.
-EXPERTS = ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3")
+# has none, and Qwen3-Next's have different attention: each of their layers is stored alone.
+EXPERTS = ("Qwen3-30B-A3B", "Mixtral-8x7B-v0.1", "DeepSeek-V3", "Qwen3-Next-80B-A3B-Instruct")
 EXPERT_LAYOUTS = [(1, 1, 2), (2, 2, 1), (2, 1, 2)]  # tp, pp, ep of four ranks
 
 
@@ -95,6 +95,7 @@ def test_experts_load(tmp_path: Path) -> None:
         ("qwen3", 2, 2, "bfloat16"),
         pytest.param("qwen2-tied", 2, 1, "float32", marks=pytest.mark.soak),
         pytest.param("deepseek_v3", 1, 2, "bfloat16", marks=pytest.mark.soak),
+        ("qwen3_next", 1, 2, "bfloat16"),
     ],
 )
 def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str, tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ COUNTS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,  # without the layers that predict a further token
 }
 
 
@@ -137,6 +138,9 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
     ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
+    ("qwen3_next", {"layer_types": ["linear_attention", *["full_attention"] * 3]}, "every n-th layer must have full"),
+    ("qwen3_next", {"linear_num_value_heads": 6}, "6 value heads to 4 key heads of its gated delta nets"),
+    ("qwen3_next", {"linear_conv_kernel_dim": 0}, "delta.kernel=0, not a positive integer"),
     ("deepseek_v2", {"topk_group": 1}, "a token cannot select num_experts_per_tok=4 of them"),
     ("deepseek_v2", {"topk_method": "greedy"}, "topk_method=greedy and n_group=4: vLLM would limit the groups"),
 ]

@@ -6,9 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_megatron.models.architecture import Architecture, UnsupportedModel, common_settings, expert_settings
+from grpo_megatron.models.architecture import (
+    Architecture,
+    DeltaNet,
+    UnsupportedModel,
+    common_settings,
+    expert_settings,
+)
 from grpo_megatron.models.families.deepseek import shared_expert_settings
 from grpo_megatron.models.weights.table import WeightRow, decoder_table
+from grpo_megatron.untrusted import shown
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,35 @@ def _glm_settings(config: dict[str, Any]) -> dict[str, Any]:
     return attention | shared_expert_settings(config, is_sigmoid=True)
 
 
+def _delta_settings(config: dict[str, Any], *, is_fused: bool) -> dict[str, Any]:
+    """Returns the Architecture keywords of gated delta nets between layers of gated attention. Raises UnsupportedModel."""
+    kinds, every = config.get("layer_types"), config.get("full_attention_interval") or 4
+    if kinds is not None:  # transformers 5 writes it
+        every = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
+        layers = range(1, config["num_hidden_layers"] + 1)
+        if not every or kinds != [f"{'linear' if n % every else 'full'}_attention" for n in layers]:
+            raise UnsupportedModel(
+                f"{config['model_type']} with layer_types={shown(kinds)}: every n-th layer must have full attention, and all"
+                " others linear_attention"
+            )
+    delta = DeltaNet(
+        is_fused=is_fused,
+        full_every=every,
+        kernel=config["linear_conv_kernel_dim"],
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+    )
+    return {"delta": delta, "qk_norm": True, "output_gate": True, "centred_norms": True}
+
+
+def _next_settings(config: dict[str, Any]) -> dict[str, Any]:
+    shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_gates": 1}
+    routed = _qwen_experts({**config, "shared_expert_intermediate_size": 0})
+    return routed | shared | _delta_settings(config, is_fused=True)
+
+
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
@@ -89,4 +125,6 @@ DECODERS = {
     # RMSNorm on every query and key head, and a head size given in config.json.
     "qwen3": _family("Qwen3", **_QWEN3),
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
+    # Gated delta nets in three of four layers, gated attention in the fourth, a shared expert with a gate.
+    "qwen3_next": _family("Qwen3-Next", ["attention_bias"], rotary=0.25, experts=_next_settings),
 }

@@ -1,4 +1,4 @@
-"""Modules of a layer that replace Megatron-Core's: norms, attention over packs and prefix trees, latent attention."""
+"""Modules of a layer that replace Megatron-Core's: norms, attention over packs and trees, gated delta nets, latent attention."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor
 
 from grpo_megatron.exact import rowwise
@@ -38,6 +45,13 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x [..., h] over h."""
         return rowwise.rms_norm(x, self.weight, self.eps)
+
+
+class CentredRMSNorm(RMSNorm):
+    """An RMSNorm that multiplies by 1 + its weight, in float32: Megatron's `layernorm_zero_centered_gamma`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps) * (1 + self.weight.float())).to(x.dtype)
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
@@ -204,6 +218,100 @@ class PackedAttention(torch.nn.Module):
             return tree_attention(query, key, value, tree.branches)
         cuts = packed_seq_params.cu_seqlens_q
         return packed_attention(query, key, value, cuts, is_causal=True, scale=self.softmax_scale)
+
+
+class GatedAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron-Core's attention with an output gate, also where there are more tensor-parallel ranks than key heads.
+
+    Ranks that share a key head compute its queries and gates together. Megatron-Core 0.16.1 then gives each rank its own
+    queries, but all gates.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns query, key, value, and with `output_gate` gate [s, b, heads / tp, d]."""
+        query, key, value, *gate = super().get_query_key_value_tensors(*args, **kwargs)
+        ranks = max(1, self.world_size // self.config.num_query_groups)  # that share a key head
+        own = parallel_state.get_tensor_model_parallel_rank() % ranks
+        return (query, key, value, *(part.chunk(ranks, dim=2)[own] for part in gate))
+
+
+# -- gated delta net -----------------------------------------------------------------------------------------------------
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Scales x [..., d] to length 1 in float32, as fla and transformers do."""
+    values = x.float()
+    return (values * torch.rsqrt(values.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class PackedGatedDeltaNet(GatedDeltaNet):  # type: ignore[misc]
+    """Megatron-Core's gated delta net over packed sequences. Convolution and state begin anew in each of them.
+
+    Megatron-Core refuses packs. Here neighbours of equal length are one call of the convolution and of the rule (Megatron's
+    in torch, or fla's on a GPU that has it), and no call sees two sequences of a pack as one. The rows of `in_proj` and the
+    channels of `conv1d` are in the order of key heads: then a rank's part is one block, in checkpoints too.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        with replaced(gated_delta_net, HAVE_FLA=True):  # it is needed on GPUs alone, and not there either
+            super().__init__(config, *args, **kwargs)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "t b h"],
+        attention_mask: Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams,
+        **kwargs: Any,
+    ) -> tuple[Float[Tensor, "t b h"], Tensor | None]:
+        """Maps hidden states [t, 1, h] of a pack; t is over tp under sequence parallelism."""
+        assert not isinstance(packed_seq_params, TreeParams), "checks refuse trees"
+        keys, values = self.num_key_heads // self.tp_size, self.num_value_heads // self.num_key_heads
+        widths = (2 * self.key_head_dim + values * self.value_head_dim, values * self.value_head_dim, values, values)
+        mixed, _ = self.in_proj(hidden_states)
+        channels, gate, beta, alpha = mixed.view(len(mixed), keys, -1).split(widths, dim=-1)
+        log_decay = -self.A_log.float().exp() * F.softplus(alpha.flatten(1).float() + self.dt_bias.float())
+        parts = channels.flatten(1), log_decay, beta.flatten(1).sigmoid()  # [t, channels], [t, value heads] twice
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
+        sizes = [length * count for length, count in runs]
+        out = [
+            self._rule(*(part.unflatten(0, (count, -1)) for part in of_run)).flatten(0, 1)
+            for (_, count), of_run in zip(runs, zip(*(part.split(sizes) for part in parts), strict=True), strict=True)
+        ]
+        by_head = gate.reshape(len(mixed), -1, self.value_head_dim)
+        normed = self._apply_gated_norm(torch.cat(out), by_head)  # [t * value heads, d]
+        output, bias = self.out_proj(normed.view(len(mixed), 1, -1))
+        return output, bias
+
+    def _rule(self, channels: Tensor, log_decay: Tensor, beta: Tensor) -> Float[Tensor, "n s H v"]:
+        """Computes n sequences of s tokens: channels [n, s, channels], log_decay and beta [n, s, value heads]."""
+        length, ratio = channels.shape[1], self.num_value_heads // self.num_key_heads
+        mixed = self.act_fn(self.conv1d(channels.transpose(1, 2))[..., :length]).transpose(1, 2)
+        by_head = mixed.unflatten(-1, (self.num_key_heads // self.tp_size, -1))
+        query, key, value = by_head.split((self.key_head_dim, self.key_head_dim, ratio * self.value_head_dim), dim=-1)
+        query, key = (_unit(part).repeat_interleave(ratio, dim=2) for part in (query, key))
+        value = value.reshape(*value.shape[:2], -1, self.value_head_dim)
+        is_fused = gated_delta_net.HAVE_FLA and value.is_cuda and not self.config.deterministic_mode
+        rule = gated_delta_net.chunk_gated_delta_rule if is_fused else gated_delta_net.torch_chunk_gated_delta_rule
+        return rule(query, key, value.contiguous(), g=log_decay, beta=beta)[0]  # type: ignore[no-any-return]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+        **unused: Any,
+    ) -> dict[str, Any]:
+        """Describes the checkpoint's tensors to Megatron: each is cut in one block per rank."""
+        metadata, axes = ensure_metadata_has_dp_cp_group(metadata), {"A_log": 0, "dt_bias": 0, "conv1d.weight": 0}
+        own = {name: parameter for name, parameter in self.named_parameters() if name in axes}
+        groups = {"tp_group": self.pg_collection.tp, "dp_cp_group": metadata["dp_cp_group"]}
+        out: dict[str, Any] = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **groups)
+        for name in ("in_proj", "out_norm", "out_proj"):
+            place = f"{prefix}{name}.", sharded_offsets, metadata
+            out |= sharded_state_dict_default(getattr(self, name), *place, tp_group=self.pg_collection.tp)
+        return out
 
 
 # -- latent attention ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -34,10 +36,13 @@ from grpo_megatron.imports import replaced
 from grpo_megatron.models.architecture import Architecture, Latent, Vision, Yarn, megatron_fields
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
+    CentredRMSNorm,
+    GatedAttention,
     HeadsRMSNorm,
     LatentAttention,
     NormedRowParallelLinear,
     PackedAttention,
+    PackedGatedDeltaNet,
     RMSNorm,
 )
 from grpo_megatron.models.layers.precision import batch_invariance, fp8_settings
@@ -146,16 +151,18 @@ def fused_without_apex(kernels: Kernels) -> contextlib.AbstractContextManager[No
 def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) -> TransformerBlockSubmodules:
     """Returns the spec of every layer of this stage and of the final norm."""
     if kernels.transformer_engine:
-        assert not arch.post_norms, "checks refuse it"
+        assert not arch.local_reason, "checks refuse it"
         from megatron.core.extensions.transformer_engine import TENorm
 
         return _block(config, _te_layer, TENorm)
-    return _block(config, _post_norm_layer if arch.post_norms else _local_layer, RMSNorm)
+    norm = CentredRMSNorm if arch.centred_norms else RMSNorm
+    return _block(config, _post_norm_layer if arch.post_norms else _local_layer, norm)
 
 
-def _post_norm_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _post_norm_layer(config: TransformerConfig, num_experts: int | None, is_linear: bool) -> ModuleSpec:
     """Returns the spec of a layer whose norms follow attention and MLP."""
-    layer = _local_layer(config, num_experts)
+    assert not is_linear
+    layer = _local_layer(config, num_experts, is_linear)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     parts.sharded_state_dict_keys_map = {}
@@ -166,8 +173,9 @@ def _post_norm_layer(config: TransformerConfig, num_experts: int | None) -> Modu
     return layer
 
 
-def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
-    """Returns the spec of one layer, with `num_experts` experts, or None for an MLP."""
+def _local_layer(config: TransformerConfig, num_experts: int | None, is_linear: bool) -> ModuleSpec:
+    """Returns the spec of one layer, with `num_experts` experts, or None for an MLP. `is_linear`: with a gated delta net."""
+    norm = CentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
     layer = get_gpt_layer_local_spec(
         num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,  # off: one MLP per expert
@@ -176,7 +184,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
         normalization="RMSNorm",
     )
     parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.multi_latent_attention:
@@ -185,7 +193,12 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
         latents.q_layernorm = latents.kv_layernorm = RMSNorm
         parts.sharded_state_dict_keys_map = dict(LATENT_KEYS)
     elif config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = norm
+    if is_linear:
+        linear = {"in_proj": ColumnParallelLinear, "out_norm": RMSNorm, "out_proj": RowParallelLinear}
+        parts.self_attention = ModuleSpec(PackedGatedDeltaNet, submodules=GatedDeltaNetSubmodules(**linear))
+    elif config.attention_output_gate:
+        parts.self_attention.module = GatedAttention
     # In a checkpoint of the Transformer Engine spec, the norm before the experts is not fused into a linear layer, and keeps
     # its own name. Keep the same name here, so that either spec reads the other's checkpoints.
     if num_experts:
@@ -195,7 +208,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSp
     return layer
 
 
-def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+def _te_layer(config: TransformerConfig, num_experts: int | None, is_linear: bool) -> ModuleSpec:
     """Returns Transformer Engine's: fused norms, attention over packed sequences, FP8 layers. Not run on a GPU yet."""
     return get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
@@ -206,16 +219,23 @@ def _te_layer(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
 
 
 def _block(
-    config: TransformerConfig, make_layer: Callable[[TransformerConfig, int | None], ModuleSpec], norm: type
+    config: TransformerConfig, make_layer: Callable[[TransformerConfig, int | None, bool], ModuleSpec], norm: type
 ) -> TransformerBlockSubmodules:
-    """Returns the layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts."""
+    """Returns the layers of this stage. `config.moe_layer_freq` is 1, or has 0 for each layer with an MLP instead of experts.
+
+    `config.linear_attention_freq` is None, or has 1 for each layer with a gated delta net.
+    """
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
     first, count = get_transformer_layer_offset(config), get_num_layers_to_build(config)
     has_experts = config.moe_layer_freq if isinstance(config.moe_layer_freq, list) else [1] * config.num_layers
-    kinds = [config.num_moe_experts if flag else None for flag in has_experts]
-    made = {kind: make_layer(config, kind) for kind in set(kinds)}
+    linear = config.linear_attention_freq or [0] * config.num_layers
+    kinds = [
+        (config.num_moe_experts if f else None, bool(is_linear))
+        for f, is_linear in zip(has_experts, linear, strict=True)
+    ]
+    made = {kind: make_layer(config, *kind) for kind in set(kinds)}
     return TransformerBlockSubmodules(
         layer_specs=[made[kind] for kind in kinds[first : first + count]], layer_norm=norm
     )

@@ -16,7 +16,15 @@ from typing import Any
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.weights.stream import model_rows
-from grpo_megatron.models.weights.table import QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix, WeightRow
+from grpo_megatron.models.weights.table import (
+    QKV,
+    DeltaInput,
+    GateUp,
+    InputSplit,
+    OutputSplit,
+    ReplicatedMatrix,
+    WeightRow,
+)
 from grpo_megatron.sync.plan import Shard
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of a module's parameters
@@ -104,7 +112,7 @@ def lora_rows(arch: Architecture, lora: LoraConfig) -> dict[str, Factor]:
 
 def _can_adapt(row: WeightRow) -> bool:
     """Experts have no adapters: PEFT adapts transformers' fused experts in a form without canonical factors."""
-    is_linear = isinstance(row, (QKV, GateUp, InputSplit, OutputSplit, ReplicatedMatrix))
+    is_linear = isinstance(row, (QKV, DeltaInput, GateUp, InputSplit, OutputSplit, ReplicatedMatrix))
     return is_linear and row.expert is None and row.megatron.endswith(".weight")
 
 

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Architecture
 from grpo_megatron.models.families import table_of
-from grpo_megatron.models.weights.table import QKV, HeadsNorm, Replicated, Vocabulary, WeightRow, expand_table
+from grpo_megatron.models.weights.table import (
+    QKV,
+    DeltaConvolution,
+    HeadsNorm,
+    Replicated,
+    Vocabulary,
+    WeightRow,
+    expand_table,
+)
 from grpo_megatron.parallel.mesh import Grid, Mesh, all_gather_values
 from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, SyncTensor
 from grpo_megatron.sync.weight_sync import SyncModel, WeightSync
@@ -168,11 +176,13 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
     tokens, or none. With `rollout_ep` (1 or `rollout_tp`), a rank reads neighbouring experts whole, and nothing of the
-    others; and it stacks the experts of a layer. Without `reads_shards`, every rank reads everything, one by one.
+    others; and it stacks the experts of a layer. It reads a whole convolution, and keeps its parts of q, k and v. Without
+    `reads_shards`, every rank reads everything, one by one.
     """
     tensors: dict[str, SyncTensor] = {}
     spans: dict[str, tuple[Interval, ...]] = {}
     stacks: dict[str, str] = {}
+    unattested: set[str] = set()
     for row in model_rows(arch).values():
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             tensor = tensors[name] = SyncTensor(name, shape, row.axis)
@@ -186,11 +196,13 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
                 spans[name] = tuple((0, tensor.length if rank == owner else 0) for rank in range(rollout_tp))
             else:
                 spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
-    return EngineTensors(tensors, spans, stacks)
+            if isinstance(row, DeltaConvolution) and reads_shards and rollout_tp > 1:
+                unattested.add(name)
+    return EngineTensors(tensors, spans, stacks, frozenset(unattested))
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
-    if isinstance(row, (Replicated, HeadsNorm)):
+    if isinstance(row, (Replicated, HeadsNorm, DeltaConvolution)):
         return 0, length
     if isinstance(row, Vocabulary):
         size = -(-length // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks

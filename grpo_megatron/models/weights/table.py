@@ -8,6 +8,7 @@ these, so they cannot disagree.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,14 +30,15 @@ class WeightRow(ABC):
     """`megatron` may contain {layer} and {expert}. `hf` are the Hugging Face names, with the same placeholders.
 
     `expert` is set in an expanded row of an expert: only one expert-parallel rank has that parameter.
-    `layers`: of a model whose first layers have no experts, the layers that have this parameter.
+    `layers`: of a model whose first layers have no experts, or whose layers have different attention, those that have this
+    parameter.
     `is_constant`: a buffer, which no optimizer changes. It is float32 wherever it is stored or sent.
     """
 
     megatron: str
     hf: tuple[str, ...]
     expert: int | None = field(default=None, kw_only=True)
-    layers: Literal["all", "dense", "experts"] = field(default="all", kw_only=True)
+    layers: Literal["all", "dense", "experts", "linear", "full"] = field(default="all", kw_only=True)
     is_constant: bool = field(default=False, kw_only=True)
     split_dim: ClassVar[int | None] = 0  # the dimension that tensor parallelism cuts; None: the parameter is replicated
 
@@ -47,6 +49,8 @@ class WeightRow(ABC):
 
     def is_in(self, layer: int, arch: Architecture) -> bool:
         """Returns whether a layer has the parameter of this row of a table."""
+        if self.layers in ("linear", "full"):
+            return (self.layers == "linear") == arch.is_linear(layer)
         return self.layers == "all" or (self.layers == "dense") == (layer < arch.num_dense_layers)
 
     def dtype(self, model_dtype: torch.dtype) -> torch.dtype:
@@ -75,9 +79,12 @@ class WeightRow(ABC):
             sizes[self.split_dim] //= tp
         return tuple(sizes)
 
-    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        """Returns (index in `hf`, number of rows) from top to bottom of the full Megatron tensor (tp 1, no padding rows)."""
-        return ((i, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int, int]]:
+        """Returns (index in `hf`, first row there, number of rows) from top to bottom of the full Megatron tensor.
+
+        That is of tp 1, without padding rows.
+        """
+        return ((i, 0, shape[0]) for i, shape in enumerate(self.hf_shapes(arch)))
 
     def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         """Returns the parts of the Hugging Face tensors in this rank's parameter, along the dimension that is cut.
@@ -93,13 +100,13 @@ class WeightRow(ABC):
 
     def slices_within(self, arch: Architecture, first: int, last: int) -> Iterator[Shard]:
         """Yields the slices in rows [first, last) of the full Megatron tensor, which `segments` describes."""
-        row, done = 0, [0] * len(self.hf)  # rows passed: of the Megatron tensor, of each Hugging Face tensor
-        for tensor, length in self.segments(arch):
+        row = 0  # of the Megatron tensor
+        for tensor, begin, length in self.segments(arch):
             low, high = max(first, row), min(last, row + length)
             if low < high:
-                start = done[tensor] + low - row
+                start = begin + low - row
                 yield Shard(tensor, start, start + high - low, low - first)
-            row, done[tensor] = row + length, done[tensor] + length
+            row += length
 
     def shard(self, read: Read, arch: Architecture, tp_rank: int, tp: int) -> Tensor:
         """Builds this rank's parameter from Hugging Face tensors. Reads only its part of them. Padding rows are zeros."""
@@ -146,13 +153,18 @@ class ReplicatedMatrix(Replicated):
 
 
 @dataclass(frozen=True)
-class HeadsNorm(WeightRow):
-    """The weight [size] of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before it."""
+class HeadsVector(WeightRow):
+    """Numbers [size] of all heads, cut by heads."""
 
     size: str = "attention_size"
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((getattr(arch, self.size),),)
+        return ((attrgetter(self.size)(arch),),)
+
+
+@dataclass(frozen=True)
+class HeadsNorm(HeadsVector):
+    """The weight [size] of a norm over all heads, cut by heads. An engine has it whole: it gathers the heads before it."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +187,7 @@ class InputSplit(WeightRow):
     split_dim: ClassVar[int | None] = 1
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((arch.hidden_size, getattr(arch, self.size)),)
+        return ((arch.hidden_size, attrgetter(self.size)(arch)),)
 
 
 @dataclass(frozen=True)
@@ -208,22 +220,79 @@ class QKV(WeightRow):
     """Fused attention input, group by group: weight [(H+2G)d, h] or bias [(H+2G)d].
 
     H query heads in G groups (n = H / G heads per group), head size d, hidden size h. For each group: n*d query rows, then
-    d key rows, then d value rows. There may be more ranks than groups.
+    d key rows, then d value rows. There may be more ranks than groups. With an output gate, the n*d rows of the gates come
+    after those of the queries; in the file each head has its query, then its gate.
     """
 
     bias: bool = False
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        q, kv = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
+        q, kv = (1 + arch.output_gate) * arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
         tail = () if self.bias else (arch.hidden_size,)
         return tuple((rows, *tail) for rows in (q, kv, kv))
 
-    def segments(self, arch: Architecture) -> Iterator[tuple[int, int]]:
-        d = arch.head_dim
-        for _ in range(arch.num_query_groups):
-            yield 0, arch.num_attention_heads // arch.num_query_groups * d
-            yield 1, d
-            yield 2, d
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int, int]]:
+        d, heads = arch.head_dim, arch.num_attention_heads // arch.num_query_groups
+        for group in range(arch.num_query_groups):
+            if arch.output_gate:
+                for part, head in itertools.product((0, 1), range(group * heads, (group + 1) * heads)):
+                    yield 0, (2 * head + part) * d, d
+            else:
+                yield 0, group * heads * d, heads * d
+            yield 1, group * d, d
+            yield 2, group * d, d
+
+
+@dataclass(frozen=True)
+class DeltaInput(WeightRow):
+    """The input projection of a gated delta net, key head by key head: its q, k, values v, their gates z, then b and a.
+
+    Qwen3-Next's two tensors have this order, the first q, k, v and z, the second b and a. Qwen3.5's four have all q, then all
+    k, then all v; z; b; a.
+    """
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        delta = arch.delta
+        assert delta is not None
+        sizes = (delta.conv_size, delta.value_size, delta.value_heads, delta.value_heads)
+        if delta.is_fused:
+            sizes = (sizes[0] + sizes[1], 2 * delta.value_heads)  # type: ignore[assignment]
+        return tuple((size, arch.hidden_size) for size in sizes)
+
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int, int]]:
+        delta = arch.delta
+        assert delta is not None
+        for head in range(delta.key_heads):
+            if delta.is_fused:
+                for tensor, (size, _) in enumerate(self.hf_shapes(arch)):
+                    yield tensor, head * size // delta.key_heads, size // delta.key_heads
+            else:
+                yield from _delta_channels(arch, head)
+                for tensor, size in ((1, delta.value_dim), (2, 1), (3, 1)):
+                    yield tensor, head * delta.values_per_key * size, delta.values_per_key * size
+
+
+@dataclass(frozen=True)
+class DeltaConvolution(WeightRow):
+    """The convolution's weight [channels, 1, kernel], key head by key head; in the file all q, then all k, then all v."""
+
+    def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
+        assert arch.delta is not None
+        return ((arch.delta.conv_size, 1, arch.delta.kernel),)
+
+    def segments(self, arch: Architecture) -> Iterator[tuple[int, int, int]]:
+        assert arch.delta is not None
+        return (segment for head in range(arch.delta.key_heads) for segment in _delta_channels(arch, head))
+
+
+def _delta_channels(arch: Architecture, head: int) -> Iterator[tuple[int, int, int]]:
+    """Returns the segments of q, k and v of a key head, in a tensor 0 that has all q, then all k, then all v."""
+    delta = arch.delta
+    assert delta is not None
+    values = delta.values_per_key * delta.value_dim
+    yield 0, head * delta.key_dim, delta.key_dim
+    yield 0, delta.key_size + head * delta.key_dim, delta.key_dim
+    yield 0, 2 * delta.key_size + head * values, values
 
 
 def is_layered(row: WeightRow) -> bool:
@@ -260,6 +329,8 @@ def decoder_table(arch: Architecture, expert_names: tuple[str, str, str, str] = 
     `expert_names`: in Hugging Face's model, the module with router and experts, and the linear layers of an expert.
     """
     attention = _grouped_query(arch) if arch.latent is None else _latent_attention(arch.latent.q_rank is not None)
+    if arch.delta is not None:
+        attention = [replace(row, layers="full") for row in attention] + _delta_net(arch.delta.is_fused)
     layer = [*attention, *_mlp(arch, *expert_names)]
     if arch.post_norms:  # models/layers/modules.py
         norms = {
@@ -289,6 +360,21 @@ def _grouped_query(arch: Architecture) -> list[WeightRow]:
         elif arch.qk_norm:
             rows.append(Replicated(*names, "head_dim"))
     return [*rows, InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size")]
+
+
+def _delta_net(is_fused: bool) -> list[WeightRow]:
+    """Returns a gated delta net. It is cut by key heads, with their value heads."""
+    hf, mcore = _HF + "linear_attn.", _MCORE + "self_attention."
+    parts = ("in_proj_qkvz", "in_proj_ba") if is_fused else ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    rows: list[WeightRow] = [
+        DeltaInput(mcore + "in_proj.weight", tuple(f"{hf}{part}.weight" for part in parts)),
+        DeltaConvolution(mcore + "conv1d.weight", (hf + "conv1d.weight",)),
+        HeadsVector(mcore + "dt_bias", (hf + "dt_bias",), "delta.value_heads"),
+        HeadsVector(mcore + "A_log", (hf + "A_log",), "delta.value_heads"),
+        Replicated(mcore + "out_norm.weight", (hf + "norm.weight",), "delta.value_dim"),
+        InputSplit(mcore + "out_proj.weight", (hf + "out_proj.weight",), "delta.value_size"),
+    ]
+    return [replace(row, layers="linear") for row in rows]
 
 
 def _latent_attention(has_query_latent: bool) -> list[WeightRow]:
@@ -323,7 +409,12 @@ def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[
         InputSplit(mcore_expert + "linear_fc2.weight", (f"{hf_expert}{down}.weight",)),
     ]
     if arch.shared_ffn_hidden_size:
-        rows += _swiglu("shared_ffn_hidden_size", "mlp.shared_experts.")
+        rows += _swiglu(
+            "shared_ffn_hidden_size", "mlp.shared_experts.", "mlp.shared_expert." if arch.shared_gates else None
+        )
+    if arch.shared_gates:
+        gate_names = mcore + "shared_experts.gate_weight", (hf + "shared_expert_gate.weight",)
+        rows.append(ReplicatedMatrix(*gate_names, "shared_gates"))
     if arch.routing is not None and arch.routing.is_sigmoid:
         names = mcore + "router.expert_bias", (hf + "gate.e_score_correction_bias",)
         rows.append(Replicated(*names, "num_experts", is_constant=True))
@@ -333,9 +424,12 @@ def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[
     return dense + [replace(row, layers="experts") for row in rows]
 
 
-def _swiglu(size: str, module: str) -> list[WeightRow]:
-    """Returns a SwiGLU MLP. `size` names the Architecture field with its width, `module` the MLP in either model."""
-    hf, mcore = _HF + module, _MCORE + module
+def _swiglu(size: str, module: str, hf_module: str | None = None) -> list[WeightRow]:
+    """Returns a SwiGLU MLP. `size` names the Architecture field with its width, `module` the MLP in either model.
+
+    `hf_module`: the MLP in Hugging Face's model, if its name differs.
+    """
+    hf, mcore = _HF + (hf_module or module), _MCORE + module
     return [
         GateUp(mcore + "linear_fc1.weight", (hf + "gate_proj.weight", hf + "up_proj.weight"), size),
         InputSplit(mcore + "linear_fc2.weight", (hf + "down_proj.weight",), size),

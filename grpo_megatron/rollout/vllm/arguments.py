@@ -130,13 +130,15 @@ def vllm_arguments(
     executor: Any,
     transfer: Any,
     has_latents: bool = False,
+    has_states: bool = False,
     record_routes: bool = False,
     has_images: bool = False,
 ) -> dict[str, Any]:
     """Makes arguments of vllm.LLM. `rollout.engine_kwargs` may add to them and replace the tunable ones. Raises ConfigError.
 
     `executor` is the class that runs a rank's worker on the CPU; `transfer` is vLLM's weight transfer config.
-    `has_latents`: the model has latent attention. `record_routes`: see routes.py. `has_images`: it has a vision tower.
+    `has_latents`: the model has latent attention.
+    `has_states`: it has gated delta nets. `record_routes`: see routes.py. `has_images`: it has a vision tower.
     """
     fixed: dict[str, Any] = {
         "load_format": "dummy",
@@ -173,6 +175,8 @@ def vllm_arguments(
         # be rewound ("CPU Generator does not use offset"), so every prompt must be computed in one step.
         fixed["enable_chunked_prefill"] = False
         tunable["max_num_batched_tokens"] = max(tunable["max_num_batched_tokens"], max_model_len)
+        if has_states:  # vLLM keeps the states of prefixes only where it divides prompts
+            tunable["enable_prefix_caching"] = False
         if has_latents:
             fixed["compilation_config"], fixed["attention_config"] = PLAIN_ROTATION, CPU_LATENTS
         tunable["kv_cache_memory_bytes"] = int(options.kv_cache_gib * 2**30)  # exact, unlike VLLM_CPU_KVCACHE_SPACE

@@ -78,9 +78,13 @@ class _Place:
             raise RuntimeError(f"vLLM did not take {self.name} of {len(stack)} experts")
 
     def _as_sent(self, tensor: Tensor) -> Tensor:
-        """Undoes the cast of a bias to float32, in small layers of vLLM on a CPU with AMX, unless it would change a value."""
-        dtype = getattr(self.layer, "params_dtype", tensor.dtype)
-        if self.parameter != "bias" or tensor.dtype == dtype:
+        """Undoes a cast to float32, unless it would change a value.
+
+        vLLM keeps the A_log of gated delta nets so, and on a CPU with AMX the biases of small layers.
+        """
+        layer: Any = self.layer
+        dtype = layer.dt_bias.dtype if self.parameter == "A_log" else getattr(layer, "params_dtype", tensor.dtype)
+        if self.parameter not in ("bias", "A_log") or tensor.dtype == dtype:
             return tensor
         sent = tensor.to(dtype)
         return sent if torch.equal(sent.to(tensor.dtype), tensor) else tensor
@@ -215,6 +219,8 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
     for unit, names in engine.units(engine_rank).items():
         tensors, span = [engine.tensors[name] for name in names], engine.spans[names[0]][engine_rank]
+        if names[0] in engine.unattested:
+            continue
         if names[0] in engine.groups:
             yield _expert_place(modules, unit, tensors, span)
         else:

@@ -101,6 +101,7 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
             executor=executor,
             transfer=transfer,
             has_latents=any(name.endswith("kv_a_proj_with_mqa.weight") for name in setup.tensors.tensors),
+            has_states=any(name.endswith("linear_attn.A_log") for name in setup.tensors.tensors),
             record_routes=setup.record_routes,
             has_images=has_images,
         )
