@@ -606,7 +606,7 @@ def run_trainer(
         events.append(("engine", "policy offloaded" if policies[-1].is_offloaded else "policy on the device"))
         return NamedEngine(events)
 
-    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any, serving: Any) -> None:
+    def save_hf(stream: Any, source: Path, tokenizer: Path, target: Path, mesh: Any, serving: Any, arch: Any) -> None:
         (weights,) = stream
         target.mkdir(parents=True)
         (target / WEIGHTS).write_text(weights)

@@ -52,6 +52,10 @@ def hf_to_megatron(options: ToMegatronOptions) -> None:
         written = write_checkpoint(model, folder / RELEASE, wanted, progress)
         hashes.update({f"{RELEASE}/{name}": sha256 for name, sha256 in written.items()})
         (folder / TRACKER_FILE).write_text(RELEASE)
+        if model.extras is not None:  # no checkpoint of Megatron-Core has a place for them
+            (folder / "hf").mkdir()
+            extras = write_shards(model, folder / "hf", wanted, 0, progress, only_extras=True)
+            hashes.update({f"hf/{name}": sha256 for name, sha256 in extras.items()})
 
 
 def megatron_to_hf(options: ToHfOptions) -> None:
@@ -101,7 +105,7 @@ def _conversion(
     The block gets the folder to write into, a table to fill with file -> sha256, and the progress.
     """
     wanted, hashes = model.dtype(options.dtype), dict[str, str]()
-    total = model.num_bytes(wanted)
+    total = model.num_bytes(wanted) + model.extra_bytes
     with output_folder(options.target, total + OVERHEAD_BYTES) as folder:
         with model.checked(not options.no_hashes):
             with Progress(f"to-{kind}", total, options.quiet) as progress:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ TORCH_DTYPES = {
 Shapes = dict[str, tuple[int, ...]]
 Dtypes = dict[str, torch.dtype]
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+EXTRAS_FILE = "extras.safetensors"  # beside the config.json of a converted checkpoint
 BLOCK_ELEMENTS = 1 << 22  # what is cast, compared or written at a time
 
 
@@ -99,6 +101,18 @@ class Source(ABC):
         """Returns the shape of every Hugging Face tensor, in stream order."""
         return {name: shape for row in self.rows for name, shape in zip(row.hf, row.hf_shapes(self.arch), strict=True)}
 
+    @cached_property
+    def extras(self) -> SafetensorsFolder | None:
+        """The files with the tensors of layers after the last one, which go along as they are; None: there are none."""
+        if self.head is not None or not self.arch.has_extras or not any(self.hf_folder.glob("*.safetensors")):
+            return None
+        try:
+            files = SafetensorsFolder(self.hf_folder)
+        except WeightsError as error:
+            raise ConvertError(str(error)) from error
+        files.tensors = {name: tensor for name, tensor in files.tensors.items() if self.arch.is_extra(name)}
+        return files if files.tensors else None
+
     def config_text(self, dtype: torch.dtype) -> bytes:
         """Returns the config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
         key = "dtype" if "dtype" in self.config else "torch_dtype"
@@ -140,6 +154,12 @@ class Source(ABC):
         """Returns the size of all Hugging Face tensors in `dtype`."""
         dtypes = self.result_dtypes(dtype)
         return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in self.shapes().items())
+
+    @property
+    def extra_bytes(self) -> int:
+        """The size of the tensors of layers after the last one."""
+        tensors = self.extras.tensors.values() if self.extras is not None else ()
+        return sum(math.prod(tensor.shape) * TORCH_DTYPES[tensor.dtype].itemsize for tensor in tensors)
 
     @contextlib.contextmanager
     def checked(self, wanted: bool = True) -> Iterator[None]:
@@ -333,21 +353,24 @@ def safetensors_header(shapes: Shapes, dtypes: Dtypes, model_type: str = "") -> 
 
 
 def write_shards(
-    source: Source, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress
+    source: Source, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Progress, *, only_extras: bool = False
 ) -> dict[str, str]:
     """Write all tensors of `source` as shards into `folder`, with an index if there are several. Returns file -> sha256.
 
-    The library's own writer needs all tensors of a shard in memory. Here a shard's header is computed before its first
-    byte is written.
+    Those of layers after the last one keep their bits. `only_extras`: they alone are written. The library's own writer needs all
+    tensors of a shard in memory. Here a shard's header is computed before its first byte is written.
     """
-    dtypes, family = source.result_dtypes(dtype), str(source.config["model_type"])
-    shards = plan_shards(source.shapes(), dtypes, shard_bytes)
+    family = str(source.config["model_type"])
+    extras = source.extras.tensors if source.extras is not None else {}
+    dtypes = source.result_dtypes(dtype) | {name: TORCH_DTYPES[tensor.dtype] for name, tensor in extras.items()}
+    shapes = ({} if only_extras else source.shapes()) | {name: tensor.shape for name, tensor in extras.items()}
+    shards = {EXTRAS_FILE: shapes} if only_extras else plan_shards(shapes, dtypes, shard_bytes)
     with HashedFiles(folder) as files:
         for file_name, shard in shards.items():
             files.begin(file_name)
             files.write(safetensors_header(shard, dtypes, family))
             for name, shape in shard.items():
-                tensor = source.read(name)
+                tensor = source.read(name) if name not in extras else source.extras.read(name)  # type: ignore[union-attr]
                 for first, last in row_blocks(shape):
                     block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
                     files.write(memoryview(block.numpy()))  # type: ignore[arg-type]
@@ -355,7 +378,7 @@ def write_shards(
                 files.wait()
                 del tensor, block  # before the next one is read
     if len(shards) > 1:
-        total = source.num_bytes(dtype)
+        total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
         weight_map = {name_in_file(name, family): file_name for file_name, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")

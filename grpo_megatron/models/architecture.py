@@ -282,7 +282,7 @@ class Architecture:
     latent: Latent | None = None  # None: grouped-query attention
     delta: DeltaNet | None = None  # None: all layers have attention
     vision: Vision | None = None  # None: it reads no images
-    # Layers after the last one, which predict further tokens. They are neither trained nor written.
+    # Layers after the last one, which predict further tokens. They are not trained; exports have them as they were.
     num_extra_layers: int = _size(100, default=0)
 
     @property
@@ -294,6 +294,11 @@ class Architecture:
     def key_size(self) -> int:
         """Width of all key heads together."""
         return self.num_query_groups * self.head_dim
+
+    @property
+    def has_extras(self) -> bool:
+        """Files may have tensors of layers after the last one."""
+        return self.num_extra_layers > 0 or self.delta is not None
 
     def is_extra(self, tensor_name: str) -> bool:
         """Returns whether a Hugging Face tensor belongs to a layer after the last."""

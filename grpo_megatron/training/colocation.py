@@ -153,7 +153,7 @@ def build_export(config: Config, checked: Checked, policy: Policy) -> Callable[.
             save_peft(policy, config.model.path, tokenizer_path, target, serving)
             return
         stream = policy.hf_weights(config.rollout.update_weights_bucket_megabytes)
-        save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving)
+        save_hf(stream, config.model.path, tokenizer_path, target, policy.mesh, serving=serving, arch=policy.arch)
 
     return export
 

@@ -22,6 +22,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.weights import sharded_state
+from grpo_megatron.models.weights.hf_folder import save_hf
 from grpo_megatron.models.weights.plain_data import read_table
 from grpo_megatron.models.weights.stream import global_parameters, hf_weights, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import build_mesh
@@ -120,6 +121,19 @@ def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str
     assert not (tmp_path / "damaged").exists()
 
 
+def test_a_run_exports_the_layers_after_the_last_one(tmp_path: Path) -> None:
+    """As they are in its model, beside what it has trained: in several files, with an index."""
+    source = folders.write(tmp_path / "hf", folders.config_of("qwen3_next"), "bfloat16", num_files=2)
+    further = {"mtp.fc.weight": torch.randn(3, 5), "mtp.layers.0.self_attn.q_norm.weight": torch.ones(2).half()}
+    wanted = tensors_of(source) | further
+    folders.put(source, wanted, 3)
+    exported(1, folder=source, target=tmp_path / "out")
+    same_bits(wanted, tensors_of(tmp_path / "out"))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == wanted.keys()
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+
+
 def test_training_starts_from_float16(tmp_path: Path) -> None:
     """A float16 folder is cast when read: to float32 without loss, to bfloat16 as torch rounds. (`model.dtype=float16`
     is refused: tests/test_config.py.)"""
@@ -173,6 +187,12 @@ def assert_describes(args: Any, config: Any) -> None:
     """The arguments in common.pt are those of the model that the checkpoint loads into (the others: `megatron_fields`)."""
     assert getattr(args, "num_experts", None) == config.num_moe_experts
     assert args.norm_epsilon == config.layernorm_epsilon and args.swiglu == config.gated_linear_unit
+
+
+@ranks()
+def exported(folder: Path, target: Path) -> None:
+    policy = build(folder, Layout(1), dtype="bfloat16")
+    save_hf(policy.hf_weights(1), folder, folder, target, policy.mesh, shard_bytes=1 << 19, arch=policy.arch)
 
 
 @ranks()

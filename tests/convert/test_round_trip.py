@@ -179,8 +179,11 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
     assert config["model_type"] in FAMILIES
     source = folders.write(tmp_path / "hf", config, "bfloat16")
     wanted = tensors_of(source)
-    if config.get("num_nextn_predict_layers"):  # DeepSeek-V3's layer after the last is left out
-        folders.put(source, {**wanted, "model.layers.2.eh_proj.weight": torch.ones(3)})
+    if config.get("num_nextn_predict_layers") or "linear_conv_kernel_dim" in config:  # layers after the last go along
+        wanted["mtp.fc.weight" if "linear_conv_kernel_dim" in config else "model.layers.2.eh_proj.weight"] = torch.ones(
+            3
+        )
+        folders.put(source, wanted)
     assert convert("to-megatron", source, tmp_path / "megatron") == 0
     shutil.move(source, tmp_path / "away")  # nothing of the original is needed
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back") == 0

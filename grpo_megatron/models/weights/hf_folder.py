@@ -282,10 +282,12 @@ def save_hf(
     mesh: Mesh,
     shard_bytes: int = 4 << 30,
     serving: Serving = Serving(),
+    arch: Architecture | None = None,
 ) -> None:
     """Read `stream` to its end on every rank, and write `target` on rank 0. Collective. The folder is complete or absent.
 
-    config.json is that of `source`, with the dtype of the tensors. `serving` completes the other files. An existing `target`
+    config.json is that of `source`, with the dtype of the tensors. `arch`: tensors of `source` of layers after the last one go
+    along, as they are. `serving` completes the other files. An existing `target`
     is replaced. Raises RankError on every rank when rank 0 cannot write.
     """
     task = f"cannot write {target}"
@@ -294,6 +296,8 @@ def save_hf(
         on_first_rank(mesh, task, functools.partial(writer.start, stack, source))
         for bucket in stream:
             on_first_rank(mesh, task, functools.partial(writer.add, bucket))
+        if arch is not None and arch.has_extras:
+            on_first_rank(mesh, task, functools.partial(writer.add_extras, source, arch))
         on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source, serving))
         on_first_rank(mesh, task, stack.close)
 
@@ -320,6 +324,14 @@ class _ShardWriter:
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
             self._write_shard()
+
+    def add_extras(self, source: Path, arch: Architecture) -> None:
+        """Add the tensors of layers after the last one."""
+        trained = self.dtype
+        with SafetensorsFolder(source) as files:
+            for name in filter(arch.is_extra, files.tensors):
+                self.add([(name, files.read(name))])
+        self.dtype = trained
 
     def _write_shard(self) -> None:
         """Write a shard under a numbered name. The final name contains the number of shards, which is still unknown."""
