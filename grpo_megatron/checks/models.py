@@ -198,7 +198,7 @@ class ModelFolders:
         return RunModels(self.arch, rewards, critic, has_head=self.scored is None, teachers=teachers)
 
     def check_weights(self, config: Config, problems: ProblemList, *, policy: bool, elsewhere: bool = False) -> None:
-        """Checks names and shapes of all tensors. `policy`: those of `model.path`, too. `elsewhere`: of those that are here."""
+        """Checks names and shapes of all tensors. `policy`: of teachers and `model.path`, too. `elsewhere`: if they are here."""
         if self.arch is not None:
             if policy and self.scored is not None:
                 problems.attempt("model.path", check_complete, "model.path", check_reward_weights, self.scored)
@@ -208,7 +208,7 @@ class ModelFolders:
                 problems.attempt("ref.path model.path", check_reference, config, self.arch)
         for name, arch in self.teachers.items():
             key, path = f"{TEACHERS}{name}.path", config.teachers[name].path
-            if path is not None and (not elsewhere or has_weights(path)):
+            if path is not None and ((policy and not elsewhere) or has_weights(path)):
                 problems.attempt(key, check_complete, key, check_hf, path, arch)
         for key, folder in self.beside.items():
             if elsewhere and not has_weights(folder.path):

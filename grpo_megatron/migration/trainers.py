@@ -253,6 +253,36 @@ def _name(value: Any, settings: Settings) -> Mapping[str, Any]:
     return {"trainer.experiment_name": value, **folder}
 
 
+VERL_OBJECTIVES = {"k1": "sampled", "forward_kl_topk": "forward", "reverse_kl_topk": "reverse", "jsd_topk": "jsd"}
+
+
+def _verl_teachers(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Translates the section: the teachers, where it is enabled, their objective, and whether rewards count besides."""
+    loss, section = "distillation.distillation_loss.", "distillation.teacher_model"
+    mode, in_advantages = settings.get(f"{loss}loss_mode", "k3"), settings.get(f"{loss}use_policy_gradient", False)
+    if not value:
+        return {}
+    if VERL_OBJECTIVES.get(mode) is None or in_advantages != (mode == "k1"):
+        return f"loss_mode={mode} with use_policy_gradient={in_advantages} is not here; distillation.kl has what is"
+    ours: dict[str, Any] = {"distillation.kl": VERL_OBJECTIVES[mode]}
+    if mode != "k1":
+        ours["distillation.top_k"] = settings.get(f"{loss}topk", 32)
+    if mode == "jsd_topk":
+        ours["distillation.beta"] = settings.get(f"{loss}jsd_beta", 0.5)
+    coefficient = settings.get(f"{loss}distillation_loss_coef", 1.0)
+    if not settings.get(f"{loss}use_task_rewards", True):
+        ours["algorithm.adv_estimator"], coefficient = "zero", 1.0
+    paths = {key: item for key, item in settings.items() if key.startswith(section) and key.endswith(".model_path")}
+    paths = {key: item for key, item in paths.items() if item not in OFF}
+    for key, path in paths.items():
+        name = key.removesuffix(".model_path").removeprefix(section).removeprefix("s.") or "teacher"
+        ours |= {f"teachers.{name}.path": path, f"teachers.{name}.coefficient": coefficient}
+        if len(paths) > 1:
+            ours |= {f"teachers.{name}.key": settings.get(key.replace("model_path", "key")) or name}
+            ours["distillation.key"] = settings.get("distillation.teacher_key", "data_source")
+    return ours
+
+
 VERL_LORA = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
 VERL = OtherTrainer.read(
     "verl",
@@ -278,6 +308,7 @@ VERL = OtherTrainer.read(
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
         "trainer.experiment_name": ("trainer.experiment_name", _name),
         "trainer.logger": ("trainer.logger", _sinks),
+        "distillation.enabled": ("distillation.kl", _verl_teachers),
     },
     "actor_rollout_ref.",
     "",
@@ -520,6 +551,21 @@ def _slime_correction(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 MINI, BUCKET = "actor.ppo_mini_batch_size", "rollout.update_weights_bucket_megabytes"
+
+
+def _slime_teacher(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if not value:
+        return {}
+    if settings.get("opd-type") != "megatron":
+        return "the teacher is a server there: set teachers.NAME.path to its Hugging Face folder, or url"
+    return {
+        "teachers.teacher.path": settings.get("opd-teacher-load"),
+        "teachers.teacher.coefficient": settings.get("opd-kl-coef", 1.0),
+        "distillation.kl": "sampled",
+        ALSO: "teachers.teacher.path is a Hugging Face folder here, and a Megatron checkpoint there",
+    }
+
+
 SLIME_CONVERTS: dict[str, tuple[str, Convert]] = {
     "global-batch-size": _per_prompt(MINI, "n-samples-per-prompt"),
     "num-steps-per-rollout": (MINI, lambda value, settings: {MINI: settings["rollout-batch-size"] // value}),
@@ -528,6 +574,7 @@ SLIME_CONVERTS: dict[str, tuple[str, Convert]] = {
     "kl-loss-coef": ("actor.kl_loss_coef", _slime_kl),
     "kl-coef": ("algorithm.kl_ctrl.kl_coef", lambda value, _: _kl(value, "kl", in_loss=False) if value else {}),
     "use-tis": (f"{CORRECTION}rollout_is", _slime_correction),
+    "use-opd": ("distillation.kl", _slime_teacher),
     **dict.fromkeys(("adam-beta1", "adam-beta2"), _betas_of("adam-beta1", "adam-beta2")),
     "update-weight-buffer-size": (BUCKET, lambda value, _: {BUCKET: max(1, value >> 20)}),
     **_loggers(wandb="use-wandb", tensorboard="use-tensorboard", mlflow="use-mlflow"),

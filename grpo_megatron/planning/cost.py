@@ -339,7 +339,8 @@ def scoring_seconds(work: Workload, layout: Layout, machine: PlannedMachine) -> 
         experts = _expert_parameters(arch) if arch.num_experts else 0
         weights = work.itemsize * (arch.num_parameters() - experts + experts / local.ep) / (local.tp * local.pp)
         of_teacher = replace(work, arch=arch, lora=None, trains_tower=False)
-        seconds += pass_seconds(of_teacher, local, machine, backward=False)
+        # Each row has one teacher: several score equal shares here.
+        seconds += pass_seconds(of_teacher, local, machine, backward=False) / len(work.teachers)
         seconds += machine.host_seconds(weights) if local.offload_reference else 0.0
     return seconds
 

@@ -105,7 +105,7 @@ class _Rank:
         sync      the engine's weights are awake and receive the policy's, in buckets
         rollout   the engine has its whole budget: weights, activations, and the rest as the KV cache
         rewards   frozen reward models score the responses, one after the other
-        teachers  teachers score the responses, one after the other
+        teacher   teachers score the responses, one after the other
         scoring   log-probabilities of the policy and the reference; gradient buffers and optimizer are on the device again
         critic    values and the critic's update
         update    forward and backward passes, optimizer step
@@ -138,7 +138,7 @@ class _Rank:
         if memory.teacher_weights:
             onloaded = max(memory.teacher_weights) if megatron.offload_reference else 0.0
             parts = {**trained, **recorded, "teachers": trained["teachers"] + onloaded}
-            yield self._phase("teachers", {**parts, "layer or logits": memory.teacher_working})
+            yield self._phase("teacher", {**parts, "layer or logits": memory.teacher_working})
         if memory.critic:
             yield self._phase("critic", {**trained, "critic": memory.critic, **self._backward(self.critic)})
         yield self._phase("update", {**trained, **recorded, **self._backward(self.parameters)})

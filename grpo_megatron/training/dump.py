@@ -184,6 +184,11 @@ def read_dump(folder: Path) -> Dump:
             raise ConfigError(f"{folder} has the dump format {content['format']}, and this version reads {DUMP_FORMAT}")
         parts = [load_file(file) for file in sorted(folder.glob("batch_*.safetensors"))]
         config = Config.model_validate(content["config"])
+        if config.teachers and config.distillation.kl != "sampled" and config.distillation.top_k == 0:
+            raise ConfigError(
+                f"{folder} cannot be replayed: distillation.top_k=0, and a dump has no distributions of the whole vocabulary;"
+                " a run with distillation.top_k=64, say, writes what can"
+            )
         return Dump(
             folder,
             Incident(

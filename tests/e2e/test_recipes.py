@@ -63,7 +63,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {"images": [image], "problem": f"<image>Find x{n}.", "answer": f"{n}"} for n, image in enumerate(drawn)
         ]
         parquet.write_table(pyarrow.Table.from_pylist(problems), folder / name)
-    rows = [{"prompt": f"What is {number} + 1?", "answer": number + 1} for number in range(16)]
+    asked = [f"What is {number} + 1?" for number in range(16)]
+    rows: list[dict[str, Any]] = [
+        {
+            "prompt": text,
+            "answer": number + 1,
+            "subject": ("math", "code")[number % 2],
+            "with_solution": f"{text} {text}",
+        }
+        for number, text in enumerate(asked)
+    ]
     for name in ("dapo_math_17k.jsonl", "aime24.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -145,6 +154,9 @@ def test_the_plan_at_full_size(
     overrides = [f"model.path={full_size(config.model.path.name, tmp_path)}", *data_overrides(config, data)]
     if config.reward_model.path is not None:
         overrides.append(f"reward_model.path={full_size(config.reward_model.path.name, tmp_path, with_weights=True)}")
+    for name, teacher in config.teachers.items():
+        if teacher.path is not None:
+            overrides.append(f"teachers.{name}.path={full_size(teacher.path.name, tmp_path)}")
     world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     command = ["train", str(recipe), "--dry-run", "--world-size", str(world), "--gpu-memory", "79", *overrides]
     assert main.main(command) == 0
@@ -269,6 +281,12 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     if config.reward_model.path is not None:
         overrides += [f"reward_model.path={model}", "reward_model.steps=2", "reward_model.train_batch_size=4"]
         overrides.append("algorithm.iteration_steps=1")
+    for name, teacher in config.teachers.items():
+        if teacher.path is not None:
+            overrides += [f"teachers.{name}.path={model}", f"teachers.{name}.tensor_model_parallel_size=2"]
+            overrides.append(f"teachers.{name}.expert_model_parallel_size=1")
+        elif teacher.prompt_column is not None:
+            overrides.append(f"teachers.{name}.max_prompt_length={PROMPT}")
     if config.algorithm.adv_estimator == "gae":
         overrides.append("critic.ppo_mini_batch_size=1")
     if getattr(config.trainer, "total_epochs", None) is not None:
@@ -280,6 +298,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     ("family", "only"),
     [
         ("qwen2_5_vl", ""),
+        ("qwen3", ""),
         *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe")),
     ],
 )
@@ -312,6 +331,7 @@ def check_metrics(raw: dict[str, Any], first: dict[str, float], second: dict[str
         assert row["actor/grad_norm"] > 0 or not has_gradient
         assert ("actor/kl_loss" in row) == raw["actor"]["use_kl_loss"]
         assert ("train/num_gen_batches" in row) == filtered
+        assert ("distillation/reverse_kl" in row) == bool(raw["teachers"])
         assert ("critic/vf_loss" in row) == (raw["algorithm"]["adv_estimator"] == "gae")
     assert (first.get("perf/image_tokens", 0) > 0) == (raw["data"]["image_max_pixels"] is not None)
     assert ("reward_model/agreement" in second) == (raw["reward_model"]["path"] is not None)

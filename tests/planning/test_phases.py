@@ -206,7 +206,7 @@ def test_teachers_sleep_and_score_one_after_the_other() -> None:
         actor = {"logprob_chunk_size": 4096}
         config = config_of(WITH_GRADIENTS, teachers=teachers, distillation=objective, actor=actor)
         phases = {one.name: one for one in memory_phases(config, arch_8b(), 8, *models.stages(config))}
-        assert phases["teachers"].parts["teachers"] == 4 * P + heads
+        assert phases["teacher"].parts["teachers"] == 4 * P + heads
         assert phases["update"].parts.get("teachers", 0) == heads
         logits.append(phases["update"].parts["layer or logits"])
         (memory,) = memory_of_stages(config, 8, *models.stages(config))

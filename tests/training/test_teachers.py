@@ -96,7 +96,8 @@ def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Pat
     """Without any reward; the log-probabilities are transformers', at the temperature of the rollout."""
     make_teachers(tmp_path)
     modes = [[], ["distillation.loss_agg_mode=seq-mean-token-mean", "teachers.t.coefficient=0.5"]]
-    cases = [[*large(tmp_path), *ALONE, *mode] for mode in modes]
+    micro = "actor.ppo_micro_batch_size_per_gpu=2"
+    cases = [[*large(tmp_path), *ALONE, micro, *mode] for mode in modes]
     results = steps(2, folder=tmp_path, cases=cases)
     counts = [len(response) for rank in results for _, response in rank[0]["pairs"]]
     assert len(counts) == 12  # rows without a reward are in the loss
