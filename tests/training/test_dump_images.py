@@ -26,7 +26,7 @@ def read_back(folder: Path, *batches: Any) -> Any:
     for rank, batch in enumerate(batches):
         save_file(mini_batch_tensors(batch, [[row] for row in range(len(batch))]), folder / f"{rank}.safetensors")
         parts.append(load_file(folder / f"{rank}.safetensors"))
-    return _batch(parts)
+    return _batch(parts, Config.model_validate({"model": {"path": "m"}, "data": {"train_files": ["t"]}}))
 
 
 def test_the_images_of_all_ranks_come_back_in_their_places(tmp_path: Path) -> None:
