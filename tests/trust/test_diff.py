@@ -25,7 +25,7 @@ import yaml
 import grpo_megatron
 from grpo_megatron import ConfigError
 from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, level_sizes, step_content
-from grpo_megatron.trust.compare import compare_runs, poisson_tail
+from grpo_megatron.trust.compare import compare_runs, compare_seams, poisson_tail
 from grpo_megatron.trust.diff import DiffOptions, print_diff
 from grpo_megatron.types import PromptImage
 from tests.runs import make_run
@@ -123,6 +123,14 @@ def swap(samples: Any, name: str, one: int, other: int) -> None:
         setattr(samples[place], name, value)
 
 
+def stale_shard(point: str, step: int, content: Any) -> None:
+    """Rank 1 keeps its shard of one tensor as it was before the update of step 0."""
+    if RUN[0].mesh.rank == 1 and (point, step) == ("batch", 0):
+        KEPT[:] = [parameter(RUN[0], UP).data.clone()]
+    elif RUN[0].mesh.rank == 1 and (point, step) == ("prompts", 1):
+        parameter(RUN[0], UP).data.copy_(KEPT[0])
+
+
 def drop_token(samples: Any) -> None:
     for name in ("response_ids", "rollout_logprobs", "loss_mask"):
         setattr(samples[4], name, getattr(samples[4], name)[:-1])
@@ -139,6 +147,7 @@ def patched(target: str, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 
 RUN: list[Any] = []
+KEPT: list[Any] = []
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -247,6 +256,22 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "a generator that is seeded again": (at("updated", 0, lambda run: torch.manual_seed(5)), 0, "random state", "rank 0"),
 }  # fmt: skip
 
+# The same in two tensor-parallel ranks, of which the second one has the fault.
+IN_ONE_RANK: dict[str, tuple[Any, int, str, str]] = {
+    "one shard that is not synced": (stale_shard, 1, "engine weights", "model.layers.2.mlp.gate_proj.weight"),
+    "the gradient of one shard": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.mul_(1 - run.mesh.rank / 2)), 0,
+        "gradients 0", "model.layers.1.self_attn.q_proj.weight"),
+    "random numbers that one rank takes": (at("updated", 0, lambda run: torch.rand(run.mesh.rank)), 0, "random state", "rank 1"),
+}  # fmt: skip
+
+# What a checkpoint loses, found by `diff --self` at the resume in step 1.
+LOST: dict[str, tuple[Any, str]] = {
+    "an optimizer moment lost at a resume": (lambda run: moment("exp_avg", QKV)(run), "optimizer"),
+    "a weight changed at a resume": (lambda run: scaled(UP, 1.001)(run), "weights"),
+    "a generator not restored at a resume": (lambda run: torch.manual_seed(7), "random state"),
+}
+ALL_FAULTS = {**FAULTS, **IN_ONE_RANK}
+
 
 def different(samples: Any) -> tuple[int, int]:
     """Two samples of one prompt with different rewards."""
@@ -262,7 +287,7 @@ def loss(**changes: Any) -> Any:
     return build_loss(RUN[0].config.actor.model_copy(update=changes), RUN[0].config.algorithm)
 
 
-def two_steps(run: Any, folder: Path, fault: Any = None) -> None:
+def two_steps(run: Any, folder: Path, fault: Any = None, case: int = 0) -> None:
     """Make two steps from the saved state, with a fault, and write their trace."""
     from grpo_megatron.training.trace import Trace
 
@@ -285,7 +310,7 @@ def two_steps(run: Any, folder: Path, fault: Any = None) -> None:
         digest, step = run.trace.gradients, 0
         run.trace.gradients = lambda norm: (planted("gradients", step, run), digest(norm))
         for step in (0, 1):
-            prompts = list(run.prompts[4 * step : 4 * step + 4])
+            prompts = [run.prompts[(case + number) % 9] for number in range(4 * step, 4 * step + 4)]
             run._leave_rollout()
             planted("prompts", step, prompts)
             samples = run.sample(prompts)
@@ -299,6 +324,14 @@ def two_steps(run: Any, folder: Path, fault: Any = None) -> None:
             planted("updated", step, run)
             run.trace.write(step, samples, batch)
             run.metrics.reduce()
+            if folder.name in LOST and step == 0:
+                run.trace.saved(1)
+                run.trace.close()
+                LOST[folder.name][0](run)
+                run.trace = faults.enter_context(
+                    contextlib.closing(Trace(config, run.policy, run.placement.provenance, None, 1))
+                )
+                break
 
 
 @ranks()
@@ -308,7 +341,7 @@ def make_runs(folder: Path, overrides: list[str], faults: list[str]) -> None:
     with grpo_megatron.open(folder.parent / "run.yaml", settings) as run:
         run.save_state(folder / "state")
         for fault in ("honest", *faults):
-            two_steps(run, folder / fault, FAULTS[fault][0] if fault in FAULTS else None)
+            two_steps(run, folder / fault, ALL_FAULTS[fault][0] if fault in ALL_FAULTS else None)
 
 
 def traces(folder: Path, *names: str) -> list[TraceFolder]:
@@ -318,23 +351,31 @@ def traces(folder: Path, *names: str) -> list[TraceFolder]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_run(tmp_path_factory.mktemp("diff"))
-    make_runs(1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=["again", "light", *FAULTS])
+    make_runs(
+        1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=["again", "light", *FAULTS, *LOST]
+    )
     tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
-    make_runs(2, folder=folder / "tp2", overrides=tp2, faults=list(BEYOND_ROUNDING))
+    make_runs(2, folder=folder / "tp2", overrides=tp2, faults=[*BEYOND_ROUNDING, *IN_ONE_RANK])
     return folder
 
 
 def test_every_planted_fault_is_named(runs: Path) -> None:
     wrong = []
-    for name, (_, step, stage, leaf) in FAULTS.items():
-        result = compare_runs(*traces(runs / "one", "honest", name))
+    for name, (_, step, stage, leaf) in ALL_FAULTS.items():
+        result = compare_runs(*traces(runs / ("one" if name in FAULTS else "tp2"), "honest", name))
         first = result.first
         place = (first.step, first.stage, first.leaves[0].name) if first and first.leaves else None
         if place is None or place[:2] != (step, stage) or not place[2].startswith(leaf) or not result.cause:
             wrong.append(f"{name}: {place}, not {(step, stage, leaf)}; {result.cause}")
+    for name, (_, lost) in LOST.items():
+        seams = compare_seams(*traces(runs / "one", name))
+        if [(one.step, one.stage) for one in seams.partings] != [(1, lost)]:
+            wrong.append(f"{name}: {seams.partings}, not {lost}")
     assert not wrong, "\n".join(wrong)
-    listed = re.findall(r"^\| ([^|]+) \| \d+ \|", (ROOT / "docs/trust.md").read_text(), re.M)
-    assert listed == list(FAULTS)
+    listed = re.findall(r"^\| .+ \| \d+ \| .* \|$", (ROOT / "docs/trust.md").read_text(), re.M)
+    table = [(name, step, stage, leaf.rstrip(": ")) for name, (_, step, stage, leaf) in ALL_FAULTS.items()]
+    table += [(name, 1, stage, "`diff --self`") for name, (_, stage) in LOST.items()]
+    assert listed == [f"| {' | '.join(map(str, row))} |" for row in table] and len(table) >= 60
 
 
 # Faults in another layout than the honest run's: told from rounding, by these stages.

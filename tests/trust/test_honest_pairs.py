@@ -1,0 +1,67 @@
+"""`diff` raises no alarm over honest pairs: layouts, micro-batches, delays, and a resume between two steps."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import grpo_megatron
+from grpo_megatron.trust.compare import compare_runs
+from tests.runs import make_run
+from tests.trust import test_diff
+from tests.worlds import ranks
+
+NUM_CASES = 8  # each with other prompts, and so with other samples
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, ["trainer.n_gpus_per_node=1"]),
+    "one sequence": (1, ["trainer.n_gpus_per_node=1", "actor.ppo_micro_batch_size_per_gpu=1"]),
+    "short micro-batches": (1, ["trainer.n_gpus_per_node=1", "actor.ppo_max_token_len_per_gpu=40"]),
+    "two data-parallel": (2, []),
+    "two data-parallel, short micro-batches": (2, ["actor.ppo_max_token_len_per_gpu=40"]),
+    "two tensor-parallel": (2, ["actor.megatron.tensor_model_parallel_size=2"]),
+    "two pipeline stages": (2, ["actor.megatron.pipeline_model_parallel_size=2"]),
+}
+
+
+def disturbed(point: str, step: int, content: Any) -> None:
+    """Delays each rank by chance; before step 1, a resume."""
+    run = test_diff.RUN[0]
+    time.sleep(random.random() * 0.02 * (1 + run.mesh.rank))
+    if (point, step) == ("prompts", 1):
+        state = Path(run.config.trainer.output_dir).parent / "between"
+        run.save_state(state)
+        run.load_state(state)
+
+
+@ranks()
+def make_honest_runs(folder: Path, overrides: list[str]) -> None:
+    settings = [*test_diff.SETTINGS, *overrides, f"trainer.output_dir={folder / 'out'}"]
+    with grpo_megatron.open(folder.parent / "run.yaml", settings) as run:
+        run.save_state(folder / "state")
+        for case in range(NUM_CASES):
+            test_diff.two_steps(run, folder / f"{case}", case=case)
+            test_diff.two_steps(run, folder / f"{case} disturbed", disturbed, case=case)
+
+
+@pytest.mark.soak
+def test_honest_pairs(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    for layout, (size, overrides) in LAYOUTS.items():
+        make_honest_runs(size, folder=tmp_path / layout, overrides=overrides)
+    wrong, count = [], 0
+    for case in range(NUM_CASES):
+        pairs = [((one, f"{case}"), (other, f"{case}")) for one, other in itertools.combinations(LAYOUTS, 2)]
+        pairs += [((layout, f"{case}"), (layout, f"{case} disturbed")) for layout in LAYOUTS]
+        for left, right in pairs:
+            is_same = left[0] == right[0]
+            sides = test_diff.traces(tmp_path, "/".join(left), "/".join(right))
+            result, count = compare_runs(*sides, tolerance=not is_same), count + 1
+            if result.verdict not in (("equal",) if is_same else ("equal", "explained")):
+                wrong.append(f"{left} and {right}: {result.verdict}, {result.first}, {result.cause}")
+    print(f"{count} pairs, {len(wrong)} alarms")
+    assert not wrong and count >= 200, "\n".join(wrong)
