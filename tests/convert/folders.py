@@ -27,6 +27,11 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """The same architecture with small sizes, unquantised."""
+    if "text_config" in config and "vision_config" in config:  # Qwen3-VL
+        text = shrunk(config["text_config"]) | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}}
+        tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+        tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        return {**config, "text_config": text, "vision_config": {**config["vision_config"], **tower}}
     changes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 48, "vocab_size": 101, "head_dim": 16}
     changes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     for key, size in (

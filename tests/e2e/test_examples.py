@@ -161,7 +161,7 @@ def test_the_printed_command_asks_the_trained_model(quickstart: tuple[Path, str,
 def test_the_notebook_of_the_documentation(quickstart: tuple[Path, str, set[str]]) -> None:
     """The code of docs/python.md, word for word, in one process as in a notebook."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 4
     ((entropies, accuracy, refused),) = worlds.run(notebook, 1, folder=quickstart[0], code="\n".join(blocks))
     assert len(entropies) == 2 and all(value > 3 for value in entropies)  # a random model: the most is log 80 = 4.4
     assert accuracy["pass@1 (greedy)"]["problems"] == 8
