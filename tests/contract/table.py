@@ -114,6 +114,7 @@ UNDEFINED_WITHOUT_TE: dict[str, str] = {
     "megatron.core.models.gpt.gpt_layer_specs:TEFusedMLP": _SPEC,
     "megatron.core.models.gpt.gpt_layer_specs:TENorm": _SPEC,
     "megatron.core.models.gpt.gpt_layer_specs:TESpecProvider": _SPEC,
+    "megatron.core.ssm.gated_delta_net:l2norm": "read in Megatron-Core's forward pass; PackedGatedDeltaNet has its own",
     "megatron.core.tensor_parallel.inference_layers:TE_DType": _UNUSED,
     "megatron.core.tensor_parallel.inference_layers:tex": _UNUSED,
     "megatron.core.tensor_parallel.random:FP8GlobalStateManager": _FP8,

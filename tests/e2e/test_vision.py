@@ -73,7 +73,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(root / "data/train.jsonl", rows)
     write_rows(root / "data/val.jsonl", rows[:4])
     write_rows(root / "data/warm_up.jsonl", [{**row, "response": row["answer"]} for row in rows])
-    pairs = [{"chosen": row["answer"], "rejected": str(number % 7)} for number, row in enumerate(rows)]
+    pairs = [{"chosen": row["answer"], "rejected": str(number % 7 + 9)} for number, row in enumerate(rows)]
     write_rows(root / "data/pairs.jsonl", [{**row, **pair} for row, pair in zip(rows, pairs, strict=True)])
     return root
 

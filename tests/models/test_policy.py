@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from grpo_megatron.models import build as build_module
 from grpo_megatron.models import optimizer
+from grpo_megatron.models.layers import head
 from grpo_megatron.models.policy import Policy, TooManySkippedSteps
 from tests import tiny
 from tests.models.policies import (
@@ -102,7 +102,7 @@ def test_bfloat16_follows_float32(folder: Path) -> None:
 @ranks(2)
 def head_gradients(tied: Path, untied: Path, layout: Layout, overlaps: bool) -> dict[str, Tensors]:
     """Gradients of a tied head in float32 and bfloat16. An untied bfloat16 head's are compared with float64 here."""
-    add, exact = build_module._add_weight_gradient, []
+    add, exact = head._add_weight_gradient, []
 
     def record(total: torch.Tensor, grad: torch.Tensor, hidden: torch.Tensor) -> None:
         exact.append(grad.double().T @ hidden.double())
@@ -113,7 +113,7 @@ def head_gradients(tied: Path, untied: Path, layout: Layout, overlaps: bool) -> 
         policy = build(folder, layout, dtype=dtype, megatron=megatron, **actor)
         batch = local_batch(tiny.make_sequences(6), policy.mesh)
         exact.clear()
-        with mock.patch.object(build_module, "_add_weight_gradient", record):
+        with mock.patch.object(head, "_add_weight_gradient", record):
             policy.forward_backward(batch, batch.mini_batches[0], loss)
         return policy, named_gradients(policy)
 

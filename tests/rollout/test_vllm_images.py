@@ -163,7 +163,7 @@ def features_are_computed_once_per_image_and_version(world: ImageWorld) -> None:
         world.generate(requests)
         assert calls.call_count == 1
         model = vision.load(Path(world.folder))
-        changed = torch.randn(world.weights[name].shape, generator=torch.Generator().manual_seed(9)) * 0.1
+        changed = torch.randn(world.weights[name].shape, generator=torch.Generator().manual_seed(9)) * 0.02
         dict(model.named_parameters())["model." + name].data.copy_(changed)
         world.load(world.engine, world.engine.version + 1, **{name: changed})
         after = world.assert_samples_from(model, requests)
