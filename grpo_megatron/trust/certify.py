@@ -204,7 +204,8 @@ def _rewards(bench: Bench) -> ProofResult:
     from grpo_megatron.sampling.wrappers import prompt_sampler
 
     wanted, prompts = {row["uid"] for row in bench.samples if "response" in row}, dict[str, Any]()
-    checked, reward = validate(bench.config, bench.num_ranks, dry_run=True), bench.config.reward
+    config = bench.config.with_values({"trainer.output_dir": bench.work / "rewards"})  # OUTPUT_DIR may have another run
+    checked, reward = validate(config, bench.num_ranks, dry_run=True), config.reward
     for step in range(10 * STEPS if wanted else 0):  # dynamic sampling reads ahead
         batch = () if wanted <= {*prompts} else prompt_sampler(checked.train_prompts, bench.config.data).batch(step)
         prompts |= {one.uid: one for one in batch if one.uid in wanted and one.reward not in ("", BY_MODEL)}

@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import grpo_megatron
 from grpo_megatron import ConfigError
+from grpo_megatron.checks import validate
 from grpo_megatron.report.kit import PAGE_PARTS
 from grpo_megatron.report.trace_file import Leaves, StepFile, step_content
 from grpo_megatron.trust import certify
@@ -137,6 +139,14 @@ def test_a_reward_that_reads_the_clock(bench: Bench, monkeypatch: pytest.MonkeyP
     assert list(reds(bench)) == ["rewards twice"]
     outcome = bench.pair("clock", f"{REWARDS}clock")
     assert outcome[0] == "red" and outcome[1].startswith("step 0, rewards, "), outcome
+
+
+def test_another_run_in_the_output_folder_is_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check in the user's own folder would be that of a resume, and refuse a seed that has changed since."""
+    checked = mock.Mock(wraps=validate.validate)
+    monkeypatch.setattr(validate, "validate", checked)
+    assert PROOFS["rewards twice"][1](bench)[0] == "green"
+    assert checked.call_args.args[0].trainer.output_dir.parent == bench.work
 
 
 def test_a_corrupted_tensor_that_nothing_notices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
