@@ -26,6 +26,7 @@ import numpy as np
 import grpo_megatron
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.registry import find_modules
 from grpo_megatron.report.kit import PAGE_PARTS, html_page
 from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.report.trace_file import StepFile, TraceFolder
@@ -397,6 +398,7 @@ def _changed(stream: Iterator[Any], number: int, note: Path) -> Iterator[Any]:
 
 def certify(options: CertifyOptions) -> int:
     """Make the runs, print a line per check, write the page and the JSON; returns the exit code of the epilog."""
+    find_modules(Path(options.config))  # such as a reward function, as `train` does
     config, began = grpo_megatron.load_config(options.config, list(options.overrides)), time.monotonic()
     work = config.trainer.output_dir.absolute().with_name(f"{config.trainer.output_dir.name}.certify")
     if work.exists() and not (work / RESULT_FILE).exists():
@@ -433,7 +435,12 @@ def run_checks(bench: Bench) -> int:
 def _make_base(bench: Bench) -> tuple[str, int]:
     """Make the base run; returns the name and the exit code of the last run. All runs share a warm-up, which rounds, too."""
     if bench.config.sft.steps:
-        if code := bench.train("warm-up", "trainer.total_training_steps=0", f"sft.steps={WARM_UP_STEPS}"):
+        alone = [f"sft.steps={WARM_UP_STEPS}", "trainer.total_training_steps=0"]
+        if bench.config.rollout.placement == "separate":  # nothing is sampled
+            alone += [
+                f"rollout.{setting}" for setting in ("placement=colocated", "num_ranks=null", "num_nodes=null", "lag=0")
+            ]
+        if code := bench.train("warm-up", *alone):
             return "warm-up", code
         bench.arguments = [*bench.arguments, f"model.path={bench.work / 'warm-up/warmup'}", "sft.steps=0"]
     began = time.monotonic()
