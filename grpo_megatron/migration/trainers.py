@@ -426,30 +426,54 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {"reward.components": parts}
 
 
-TRL = OtherTrainer.read(
-    "trl",
-    {
-        "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
-        "per_device_train_batch_size": ("data.train_batch_size", _prompts),
-        "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
-        "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
-        "epsilon": ("actor.clip_ratio_low", _epsilon),
-        "loss_type": ("actor.loss_agg_mode", _loss_type),
-        "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
-        "off_policy_mask_threshold": (
-            f"{CORRECTION}rollout_rs",
-            lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},
-        ),
-        "reward_funcs": ("reward.components", _reward_funcs),
-        **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas_of("adam_beta1", "adam_beta2")),
-        "lr_scheduler_type": ("actor.optim.lr_decay_style", _schedule),
-        "max_steps": (
-            "trainer.total_training_steps",
-            lambda value, _: {"trainer.total_training_steps": value} if value > 0 else {},
-        ),
-        "num_train_epochs": ("trainer.total_epochs", _epochs),
-        "report_to": ("trainer.logger", lambda value, _: _sinks(["console", *as_list(value)], {})),
-    },
+TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
+    "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
+    "per_device_train_batch_size": ("data.train_batch_size", _prompts),
+    "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
+    "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
+    "epsilon": ("actor.clip_ratio_low", _epsilon),
+    "loss_type": ("actor.loss_agg_mode", _loss_type),
+    "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
+    "off_policy_mask_threshold": (
+        f"{CORRECTION}rollout_rs",
+        lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},
+    ),
+    "reward_funcs": ("reward.components", _reward_funcs),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), _betas_of("adam_beta1", "adam_beta2")),
+    "lr_scheduler_type": ("actor.optim.lr_decay_style", _schedule),
+    "max_steps": (
+        "trainer.total_training_steps",
+        lambda value, _: {"trainer.total_training_steps": value} if value > 0 else {},
+    ),
+    "num_train_epochs": ("trainer.total_epochs", _epochs),
+    "report_to": ("trainer.logger", lambda value, _: _sinks(["console", *as_list(value)], {})),
+}
+
+
+def _gkd_beta(value: Any, _: Settings) -> Mapping[str, Any]:
+    ends = {0: "forward", 1: "reverse"}  # the limits, which TRL computes as such, too
+    return {"distillation.kl": ends[value]} if value in ends else {"distillation.kl": "jsd", "distillation.beta": value}
+
+
+def _gkd_length(value: Any, _: Settings) -> Mapping[str, Any]:
+    return {
+        "data.max_response_length": value,
+        ALSO: "GKD's divergence is at temperature 1; here, and in GOLD, at rollout.temperature",
+    }
+
+
+GKD_CONVERTS: dict[str, tuple[str, Convert]] = {
+    "beta": ("distillation.kl", _gkd_beta),
+    "max_new_tokens": ("data.max_response_length", _gkd_length),
+    "learning_rate": (
+        "actor.optim.lr",
+        lambda value, _: value if isinstance(value, str) else {"actor.optim.lr": value},
+    ),
+}
+OF_GRPO = ("loss_type", "vllm_importance_sampling_mode")  # of TRL's keys
+TRL = OtherTrainer.read("trl", TRL_CONVERTS)
+TRL_GKD = OtherTrainer.read(
+    "trl-gkd", {key: rule for key, rule in TRL_CONVERTS.items() if key not in OF_GRPO} | GKD_CONVERTS
 )
 
 # -- EasyR1, OpenRLHF and prime-rl -------------------------------------------------------------------------------------
@@ -523,6 +547,10 @@ PRIME_RL = OtherTrainer.read(
     "prime-rl",
     {
         "model.vlm.freeze_vision_encoder": _of_images(*TOWER),
+        "orchestrator.algo.teacher.base_url": (
+            "teachers.teacher.url",
+            lambda value, _: {"teachers.teacher.url": as_list(value)[0] if value else None},
+        ),
         "orchestrator.batch_size": _per_prompt("data.train_batch_size", "orchestrator.group_size"),
         "seq_len": _lengths("orchestrator.train.sampling.max_completion_tokens"),
     },
@@ -612,12 +640,44 @@ def _nemo_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {f"{CORRECTION}rollout_is": kinds[kind], **bounds}
 
 
+def _nemo_teacher(value: Any, settings: Settings) -> Mapping[str, Any]:
+    parts = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
+    parts["expert"] = "expert_model_parallel_size"
+    has_megatron = settings.get("teacher.megatron_cfg.enabled", settings.get("policy.megatron_cfg.enabled"))
+    section = "teacher.megatron_cfg." if has_megatron not in OFF else "teacher.dtensor_cfg."
+    sizes = [
+        settings.get(section + (name if has_megatron not in OFF else f"{kind}_parallel_size"))
+        for kind, name in parts.items()
+    ]
+    return {"teachers.teacher.path": value, "algorithm.adv_estimator": "zero", "actor.use_kl_loss": False} | {
+        f"teachers.teacher.{name}": size for name, size in zip(parts.values(), sizes, strict=True) if size is not None
+    }
+
+
+def _nemo_teachers(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """Translates `on_policy_distillation`: the teachers by the names of agents, which are values of a column here."""
+    prefix = "on_policy_distillation.teacher_model_by_agent_name."
+    paths = {key.removeprefix(prefix): path for key, path in settings.items() if key.startswith(prefix)}
+    if not value:
+        return {}
+    ours: dict[str, Any] = {"distillation.kl": "sampled", "algorithm.adv_estimator": "zero"}
+    if len(set(map(str, paths.values()))) == 1:
+        return {**ours, "teachers.teacher.path": next(iter(paths.values()))}
+    of_column = {
+        ALSO: "distillation.key is the column with the agent's name (agent_ref there)",
+        "distillation.key": "agent",
+    }
+    return {**ours, **{f"teachers.{name}.path": path for name, path in paths.items()}, **(of_column if paths else {})}
+
+
 NEMO_BETAS = [f"policy.megatron_cfg.optimizer.adam_beta{end}" for end in (1, 2)]
 TOKENIZER = "model.tokenizer_path"
 NEMO_RL = OtherTrainer.read(
     "nemo-rl",
     {
         "grpo.max_num_steps": ("trainer.total_training_steps", _nemo_steps),
+        "teacher.model_name": ("teachers.teacher.path", _nemo_teacher),
+        "on_policy_distillation.enabled": ("distillation.kl", _nemo_teachers),
         "grpo.use_leave_one_out_baseline": ("algorithm.adv_estimator", _nemo_baseline),
         "loss_fn.reference_policy_kl_penalty": ("actor.kl_loss_coef", _nemo_kl),
         "loss_fn.use_importance_sampling_correction": (f"{CORRECTION}rollout_is", _nemo_correction),
@@ -633,4 +693,4 @@ NEMO_RL = OtherTrainer.read(
 )
 SLIME, MILES = (OtherTrainer.read(name, SLIME_CONVERTS) for name in ("slime", "miles"))
 
-OTHER_TRAINERS = {one.name: one for one in (VERL, TRL, EASYR1, OPENRLHF, PRIME_RL, NEMO_RL, SLIME, MILES)}
+OTHER_TRAINERS = {one.name: one for one in (VERL, TRL, TRL_GKD, EASYR1, OPENRLHF, PRIME_RL, NEMO_RL, SLIME, MILES)}

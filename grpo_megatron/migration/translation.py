@@ -27,6 +27,7 @@ from grpo_megatron.migration.trainers import (
     OTHER_TRAINERS,
     SCRIPT,
     TRL,
+    TRL_GKD,
     NotNeeded,
     OtherTrainer,
     Rule,
@@ -198,7 +199,7 @@ def _inline(value: Any) -> str:
 
 # -- Their settings, from what users have: a YAML or JSON file, a shell script, or a Python script ---------------------
 # A shell script gives verl's `a.b=value` and TRL's `--name value`.
-# A Python script is read, never run: the keyword arguments of `GRPOConfig(...)` that are literals.
+# A Python script is read, never run: the keyword arguments of `GRPOConfig(...)`, `GKDConfig(...)` that are literals.
 
 MAX_SOURCE = 1 << 18  # bytes
 MAX_BASES = 10  # files, or values, that name each other
@@ -283,7 +284,7 @@ def _referred(key: str, settings: Settings) -> Any:
 
 
 def _python(text: str) -> Settings:
-    """Reads keyword arguments of `GRPOConfig(...)` and `GRPOTrainer(...)`, and what is assigned to keys of it afterwards."""
+    """Reads keyword arguments of TRL's configs and trainers, and what is assigned to keys of them afterwards."""
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
     names = {
@@ -295,15 +296,17 @@ def _python(text: str) -> Settings:
     names |= {node.name: f"{SCRIPT}{node.name}" for node in nodes if isinstance(node, ast.FunctionDef)}
     settings: Settings = {}
     for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("GRPOConfig", "GRPOTrainer"):
-            given = [*zip(("model", "reward_funcs", "args"), node.args, strict=False)]
+        called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and re.fullmatch("(GRPO|GKD|GOLD)(Config|Trainer)", called):
+            second = "reward_funcs" if called.startswith("GRPO") else "teacher_model"
+            given = [*zip(("model", second, "args"), node.args, strict=False)]
             given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
             settings |= {name: _literal(value, names) for name, value in given if name != "args"}
             if isinstance(adapters := _peft_config(settings.get("peft_config"), nodes, names), dict):
                 settings |= {**adapters, "peft_config": None}
             if str(settings.get("peft_config")).startswith("${get_peft_config("):  # the command line decides
                 settings["get_peft_config"] = settings.pop("peft_config")
-        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL.rules:
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL_GKD.rules:
             settings[ast.unparse(node.targets[0]).rpartition(".")[2]] = _literal(node.value, names)
     return settings
 
@@ -404,8 +407,10 @@ class ImportOptions(Options):
     description = "Write a config of this program from one of another trainer; what has no equal becomes a comment."
     epilog = "grpo-megatron import verl run_qwen2_7b.sh --output grpo.yaml"
     trainer: Annotated[
-        Literal["easyr1", "miles", "nemo-rl", "openrlhf", "prime-rl", "slime", "trl", "verl"],
-        Argument("whose config FILE is: easyr1, miles, nemo-rl, openrlhf, prime-rl, slime, trl or verl", "TRAINER"),
+        Literal["easyr1", "miles", "nemo-rl", "openrlhf", "prime-rl", "slime", "trl", "trl-gkd", "verl"],
+        Argument(
+            "whose config FILE is: easyr1, miles, nemo-rl, openrlhf, prime-rl, slime, trl, trl-gkd or verl", "TRAINER"
+        ),
     ]
     file: Annotated[Path, Argument("YAML, JSON, TOML, a shell script, or a Python script (TRL)", "FILE")]
     overrides: Annotated[tuple[str, ...], Argument("settings that were given on its command line", "key=value")] = ()

@@ -69,11 +69,12 @@ def test_a_config_of_another_trainer(case: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.stem)
 def test_a_file_of_another_trainer_than_the_one_named(case: Path, tmp_path: Path) -> None:
-    """The keys decide. slime and Miles have nearly the same."""
+    """The keys decide. slime and Miles have nearly the same, and TRL's GKDConfig has those of its GRPOConfig, too."""
     about, source = yaml.safe_load(case.read_text()), tmp_path / "theirs"
     source = source.with_suffix(about["suffix"])
     source.write_text(about["text"])
-    alike = {"slime", "miles"} if about["trainer"] in ("slime", "miles") else {about["trainer"]}
+    pairs = {"slime": {"slime", "miles"}, "miles": {"slime", "miles"}, "trl": {"trl", "trl-gkd"}}
+    alike = pairs.get(about["trainer"], {about["trainer"]})
     for named in OTHER_TRAINERS:
         options: Any = {"trainer": named, "file": source, "output": tmp_path / f"{named}.yaml"}
         refused = (

@@ -13,8 +13,11 @@ import torch
 import grpo_megatron
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
+from tests.models.test_divergence import dense, dense_divergence
 from tests.runs import SIZES, make_run, write_rows, write_tokenizer
+from tests.stored import rows_without
 from tests.tiny import make_model, transformers_logprobs
+from tests.training.test_supervised import settings, train
 from tests.worlds import ranks
 
 SETTINGS = [
@@ -189,3 +192,62 @@ def test_a_teacher_of_another_layout_scores_the_same(tmp_path: Path) -> None:
             for one, another in zip(same["metrics"], other["metrics"], strict=True):
                 assert one["actor/grad_norm"] == pytest.approx(another["actor/grad_norm"], rel=1e-4)
                 assert one["distillation/reverse_kl"] == pytest.approx(another["distillation/reverse_kl"], abs=1e-5)
+
+
+GIVEN = [{"prompt": f"{n} + 1 =", "response": " ".join(str((n + i) % 10) for i in range(1, 2 + n))} for n in range(6)]
+
+
+GIVEN_CASES = {1: ("zero", "forward", 8), 2: ("constant", "reverse", 0)}  # tp -> estimator, kl, top_k
+
+
+@ranks()
+def supervised(folder: Path, tp: int) -> None:
+    """A run of one step on given responses, which end with the end token: the teacher alone, or beside SFT."""
+    estimator, kl, top_k = GIVEN_CASES[tp]
+    method = {
+        "algorithm": {"source": "file", "adv_estimator": estimator},
+        "actor": {"loss_mode": "sft", "loss_agg_mode": "token-mean"},
+        "teachers": {"t": {"path": str(folder / "large"), "coefficient": 0.5}},
+        "distillation": {"kl": kl, "top_k": top_k, "loss_agg_mode": "seq-mean-token-mean"},
+    }
+    data = {"train_files": [str(folder / "given.jsonl")], "val_loss_files": [], "train_batch_size": 6}
+    trainer = {"total_epochs": 1, "save_freq": -1, "test_freq": -1, "val_before_train": False}
+    train(settings(folder, folder / "out", method, tp=tp, data=data, trainer=trainer))
+
+
+@pytest.mark.parametrize("tp", GIVEN_CASES)
+def test_soft_targets_on_given_responses_equal_transformers(tmp_path: Path, tp: int) -> None:
+    """Divergence, agreement and the gradient's norm of sum w' D - sum w log p, in float64; without SFT w log p is absent.
+
+    6 rows have 2 to 7 tokens with the end token, 27 in all: w = 1 / 27, and w' = .5 / 6 / tokens of the row.
+    """
+    from transformers import AutoModelForCausalLM
+
+    make_teachers(tmp_path)
+    write_rows(tmp_path / "given.jsonl", GIVEN)
+    supervised(2, folder=tmp_path, tp=tp)
+    prompts, responses = (prompt_ids(tmp_path, [row[name] for row in GIVEN]) for name in ("prompt", "response"))
+    policy, teacher = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float64) for name in ("model", "large")
+    )
+    (estimator, kl, top_k), num_ids = GIVEN_CASES[tp], SIZES["vocab_size"]
+    loss, divergences, agreements = torch.zeros((), dtype=torch.float64), [], []
+    for prompt, response in zip(prompts, [[*ids, 2] for ids in responses], strict=True):
+        logp = dense(policy, prompt, response, 1.0)
+        with torch.no_grad():
+            logq = dense(teacher, prompt, response, 1.0)
+        divergences.append(dense_divergence(kl, logp, logq, top_k, num_ids))
+        agreements.append(logp.argmax(1) == logq[:, :num_ids].argmax(1))
+        loss = loss + 0.5 / 6 * divergences[-1].mean()
+        if estimator == "constant":
+            loss = loss - logp.gather(1, torch.tensor(response)[:, None]).sum() / 27
+    loss.backward()
+    assert torch.cat(divergences).shape == (27,)
+    [metrics] = rows_without(tmp_path / "out")
+    expected = {
+        "distillation/divergence": torch.cat(divergences).mean(),
+        "distillation/agreement": torch.cat(agreements).double().mean(),
+        "actor/grad_norm": torch.cat([parameter.grad.flatten() for parameter in policy.parameters()]).norm(),
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item(), rel=1e-5, abs=1e-7), name

@@ -16,6 +16,7 @@
     python -m tools.benchmarks trace [--workload 0.4M] [--steps 4] [--prompts N]
     python -m tools.benchmarks start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
     python -m tools.benchmarks step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
+    python -m tools.benchmarks curves [--seeds 5] [--steps 30] [--folder DIR] [--plot FILE.png]
     python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR] [--work DIR]
     python -m tools.benchmarks rollout | update | transformers | exact | distill [--workload 0.4M] [--repeats 5]
 
@@ -51,6 +52,8 @@ start: from the command to the first sampled token on the CPU, and where the tim
 
 step: whole steps beside TRL's GRPOTrainer, which is installed into an environment of its own.
 
+curves: accuracy over the steps by distillation, SFT on the teacher's samples, and GRPO, on the quickstart's task.
+
 hour: an hour on one H100, in seven parts that resume; on a CPU its toy sizes.
 
 rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
@@ -84,6 +87,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "scale": ("scale", "add_arguments", "scale", "the host side of a step with thousands of ranks"),
     "trace": ("trace", "add_arguments", "measure_trace", "the trace of a step, beside the step"),
     "start": ("start", "add_arguments", "start", "the start of a run, up to the first sampled token"),
+    "curves": ("curves", "add_arguments", "curves", "distillation beside SFT on the teacher's samples, and GRPO"),
     "hour": ("hour", "add_arguments", "hour", "an hour on one H100, beside published numbers"),
     "step": ("step", "add_arguments", "step", "whole steps, beside TRL"),
     "rollout": ("rank", "add_arguments", "measure_rollout", "engines beside bare vllm.LLM.generate"),
