@@ -38,8 +38,10 @@ from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_m
 #
 #     P s + V h r + d H L s^2
 #
-# It is used where the last term, attention, is at least a tenth of the mini-batch's cost. Elsewhere the cost is s: balanced
-# tokens are balanced memory too. Packing is by tokens in either case, since they are what fills a device.
+# A layer with a window of w tokens has m (2 s - m) in place of s^2, with m = min(s, w).
+#
+# The cost is used where attention is at least a tenth of the mini-batch's. Elsewhere it is s: balanced tokens are balanced
+# memory too. Packing is by tokens in either case, since they are what fills a device.
 #
 # Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
 # (models/forward.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
@@ -57,11 +59,18 @@ LEAST_ATTENTION = 10  # attention counts where it is at least one part in so man
 
 @dataclass(frozen=True)
 class SequenceCost:
-    """The factors of the formula: P, V h and d H L."""
+    """The factors of the formula: P, V h and d H L, the last also for layers with a window."""
 
     per_token: int
     per_response_token: int
-    per_square: int
+    per_square: float
+    per_windowed_square: float = 0
+    window: int = 0
+
+    def attention(self, length: int) -> float:
+        """Returns the multiply-adds of a sequence in attention."""
+        seen = min(length, self.window)
+        return self.per_square * length * length + self.per_windowed_square * seen * (2 * length - seen)
 
     def of(
         self, lengths: Sequence[int], response_lengths: Sequence[int], shared: Sequence[int] | None = None
@@ -72,11 +81,11 @@ class SequenceCost:
         """
         shared = shared or [0] * len(lengths)
         head = self.per_response_token * sum(response_lengths)
-        attention = self.per_square * sum(s * s for s in lengths)
+        attention = sum(map(self.attention, lengths))
         if (LEAST_ATTENTION - 1) * attention < self.per_token * sum(lengths) + head:
             return [s - p for s, p in zip(lengths, shared, strict=True)]
         return [
-            self.per_token * (s - p) + self.per_response_token * r + self.per_square * (s * s - p * p)
+            round(self.per_token * (s - p) + self.per_response_token * r + self.attention(s) - self.attention(p))
             for s, r, p in zip(lengths, response_lengths, shared, strict=True)
         ]
 

@@ -117,6 +117,8 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{k.actor.megatron.transformer_impl} {after}; set transformer_impl=auto, which takes Megatron-Core's layers"
     if arch.local_reason and megatron.context_parallel_size > 1:
         yield f"{k.actor.megatron.context_parallel_size} needs Transformer Engine, which {after}; set it to 1"
+    elif arch.sliding_window is not None and megatron.context_parallel_size > 1:
+        yield f"{k.actor.megatron.context_parallel_size} is not made for sliding windows ({arch.family}); set it to 1"
     if megatron.fp8.recipe is not None and (arch.local_reason or latent is not None):
         what = arch.local_reason or "latent attention"
         yield f"{k.actor.megatron.fp8.recipe}: FP8 is not supported for {what} ({arch.family}); leave actor.megatron.fp8 out"
@@ -227,8 +229,6 @@ def length_problems(config: Config, arch: Architecture | None) -> Problems:
     both = f"{k.data.max_prompt_length} + {k.data.max_response_length} = {total}"
     if arch is not None and total > arch.max_position_embeddings:
         yield f"{both} exceed the model's max_position_embeddings {arch.max_position_embeddings}; lower one of them"
-    if arch is not None and arch.sliding_window is not None and total > arch.sliding_window:
-        yield f"{both} exceed the model's sliding window {arch.sliding_window}, which is not supported; lower one"
     if config.actor.ppo_max_token_len_per_gpu < total:
         yield f"{k.actor.ppo_max_token_len_per_gpu} is less than one full sequence, {both}; set it to {total} or more"
     batched = rollout.max_num_batched_tokens

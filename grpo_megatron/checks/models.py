@@ -100,7 +100,7 @@ def check_reference(config: Config, arch: Architecture) -> None:
     different = [
         f"{name} {reference[name]} against {value}"
         for name, value in dataclasses.asdict(arch).items()
-        if name not in ("family", "max_position_embeddings", "sliding_window") and reference[name] != value
+        if name not in ("family", "max_position_embeddings") and reference[name] != value
     ]
     if different:
         raise ConfigError(
@@ -269,13 +269,11 @@ def _second_model_problems(
 ) -> Problems:
     """Checks a model that reads the policy's tokens. `named`: its key and folder. `layout`: its own, of the section `key`."""
     k, total = keys_of(config).data, config.data.max_prompt_length + config.data.max_response_length
-    for what in ("max_position_embeddings", "sliding_window"):
-        limit = getattr(arch, what)
-        if limit is not None and total > limit:
-            yield (
-                f"{k.max_prompt_length:key} + {k.max_response_length:key} = {total} exceed the {what} {limit} of {named};"
-                " lower one of them"
-            )
+    if total > arch.max_position_embeddings:
+        yield (
+            f"{k.max_prompt_length:key} + {k.max_response_length:key} = {total} exceed the max_position_embeddings"
+            f" {arch.max_position_embeddings} of {named}; lower one of them"
+        )
     if layout is None:
         of_policy = set(world_problems(config, world_size, policy))
         for problem in second_layout_problems(config, world_size, arch):

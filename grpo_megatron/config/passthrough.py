@@ -89,9 +89,10 @@ _LOADED = "weights are always loaded; leave it out"
 _REMEDIES = {
     _MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization"
     " layernorm_epsilon add_bias_linear add_qkv_bias qk_layernorm gated_linear_unit activation_func num_moe_experts"
-    " multi_latent_attention window_size rotary_interleaved softmax_scale layernorm_zero_centered_gamma moe_router_topk"
-    " moe_router_pre_softmax moe_ffn_hidden_size moe_router_score_function moe_router_num_groups moe_router_group_topk"
-    " moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_layer_freq moe_shared_expert_intermediate_size",
+    " multi_latent_attention window_size window_attn_skip_freq rotary_interleaved softmax_scale layernorm_zero_centered_gamma"
+    " moe_router_topk moe_router_pre_softmax moe_ffn_hidden_size moe_router_score_function moe_router_num_groups"
+    " moe_router_group_topk moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_layer_freq"
+    " moe_shared_expert_intermediate_size",
     "set model.dtype": "params_dtype pipeline_dtype bf16 fp16",
     _LOSS: "calculate_per_token_loss grad_scale_func finalize_model_grads_func moe_aux_loss_coeff moe_z_loss_coeff"
     " moe_router_load_balancing_type",

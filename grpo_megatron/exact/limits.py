@@ -80,6 +80,7 @@ def _sizes(config: Config, arch: Any, world_size: int) -> Iterator[str]:
         ("latent attention", arch.latent),
         ("norms over the heads of all ranks", arch.post_norms),
         ("gated delta nets", arch.delta),
+        ("sliding windows", arch.sliding_window),
         ("a vision tower", arch.vision),
     ):
         if is_there:

@@ -266,7 +266,8 @@ class Architecture:
     rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
     rotary_share: float = _number(1e-3, 1.0, default=1.0)  # the first of a head's dimensions, which rotate
-    sliding_window: int | None = _size(1 << 40, default=None)  # longer sequences are refused: there are no windows
+    sliding_window: int | None = _size(1 << 40, default=None)  # a token sees so many tokens, itself among them
+    full_layers: tuple[int, ...] = ()  # the layers, from 0, that have no window
     num_experts: int = _size(_HEADS, default=0)  # 0: dense
     experts_per_token: int = _size(_HEADS, default=0)
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
@@ -308,6 +309,10 @@ class Architecture:
     def is_linear(self, layer: int) -> bool:
         """Returns whether a layer, counted from 0, has a gated delta net instead of attention."""
         return self.delta is not None and (layer + 1) % self.delta.full_every != 0
+
+    def window_of(self, layer: int) -> int | None:
+        """Returns the sliding window of a layer, counted from 0. None: a token sees all tokens before it."""
+        return None if layer in self.full_layers else self.sliding_window
 
     @property
     def num_linear_layers(self) -> int:
@@ -385,6 +390,11 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
             "moe_router_topk_scaling_factor": routing.scale if routing else None,
             "moe_router_num_groups": groups[0],
             "moe_router_group_topk": groups[1],
+        }
+    if arch.sliding_window is not None:  # Megatron-Core counts the keys before a query's own
+        fields |= {
+            "window_size": (arch.sliding_window - 1, 0),
+            "window_attn_skip_freq": [int(arch.window_of(layer) is not None) for layer in range(arch.num_layers)],
         }
     if arch.shared_gates:
         fields["moe_shared_expert_gate"] = True

@@ -2,8 +2,7 @@
 
 A multiply-add counts 2 and the backward pass twice the forward pass. Causal attention counts half the square. Recomputation
 never counts. Embedding and head both count, tied or not (as in verl). Lengths are without padding, so that padding lowers MFU.
-Sliding-window attention counts as full causal attention. Each sample counts its images, although a frozen tower computes an
-image once in a run.
+Of a window, the pairs within it count. Each sample counts its images, although a frozen tower computes an image once in a run.
 """
 
 from __future__ import annotations
@@ -64,13 +63,15 @@ def tower_parameters(arch: Architecture) -> int:
     return patches * (vision.depth * layer + 6 * vision.patch**2 * width) + merger
 
 
-def _per_square(arch: Architecture) -> float:
+def _per_square(arch: Architecture) -> tuple[float, float]:
     """Returns d H L: a sequence's multiply-adds in attention, over its length squared. d: mean of key's and value's size.
 
-    L counts the layers with attention.
+    The first L counts the layers with full attention, the second those with a window (see `SequenceCost`).
     """
     head_dim = arch.head_dim if arch.latent is None else (arch.latent.key_dim + arch.latent.value_dim) / 2
-    return head_dim * arch.num_attention_heads * (arch.num_layers - arch.num_linear_layers)
+    windowed = sum(arch.window_of(layer) is not None for layer in range(arch.num_layers))
+    full = arch.num_layers - arch.num_linear_layers - windowed
+    return head_dim * arch.num_attention_heads * full, head_dim * arch.num_attention_heads * windowed
 
 
 def state_products(arch: Architecture) -> int:
@@ -86,22 +87,24 @@ def state_products(arch: Architecture) -> int:
 
 def sequence_cost(arch: Architecture) -> SequenceCost:
     """Returns the multiply-adds by which rows are balanced over data-parallel ranks."""
-    head = arch.vocab_size * arch.hidden_size
+    head, (full, windowed) = arch.vocab_size * arch.hidden_size, _per_square(arch)
     return SequenceCost(
         per_token=active_parameters(arch) + state_products(arch) - 2 * head,  # without embedding and head
         per_response_token=head,
-        per_square=round(_per_square(arch)),
+        per_square=round(full),
+        per_windowed_square=round(windowed),
+        window=arch.sliding_window or 0,
     )
 
 
 def flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:
     """Returns the FLOP of one pass over all sequences of a batch: forward and backward, or forward alone (a third).
 
-    6 (N + S) T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens, S = state_products
+    6 (N + S) T + 6 d H L sum(s^2),  T = sum(s) over sequences of s tokens, S = state_products; for windows see `SequenceCost`
     """
-    tokens, squares = sum(sequence_lengths), sum(s * s for s in sequence_lengths)
+    tokens, cost = sum(sequence_lengths), SequenceCost(0, 0, *_per_square(arch), arch.sliding_window or 0)
     per_token = active_parameters(arch) + state_products(arch)
-    return (2.0 if forward_only else 6.0) * (per_token * tokens + _per_square(arch) * squares)
+    return (2.0 if forward_only else 6.0) * (per_token * tokens + sum(map(cost.attention, sequence_lengths)))
 
 
 def linear_flops_per_pass(arch: Architecture, sequence_lengths: Sequence[int], forward_only: bool = False) -> float:

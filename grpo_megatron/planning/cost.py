@@ -185,13 +185,14 @@ def generation_seconds(work: Workload, layout: Layout, machine: PlannedMachine, 
 def _step_seconds(work: Workload, layout: Layout, machine: PlannedMachine, sequences: float) -> float:
     """Estimates one decoding step of an engine with b sequences: max(memory, compute) + reduce + host.
 
-    memory    the weights that b tokens visit, and the cache of b sequences, read once, over the engine's ranks
+    memory    the weights that b tokens visit, and the cache that b sequences see, read once, over the engine's ranks
     compute   2 N b FLOP, N the active parameters
     reduce    two all-reduces per layer between the engine's ranks
     host      ENGINE_STEP_S + SAMPLE_S b
     """
     arch, tp = work.arch, layout.rollout_tp
-    cache = sequences * work.tokens_in_flight * kv_token_bytes(arch, tp, work.itemsize)
+    seen = [min(work.tokens_in_flight, arch.window_of(layer) or math.inf) for layer in range(arch.num_layers)]
+    cache = sequences * sum(seen) / len(seen) * kv_token_bytes(arch, tp, work.itemsize)
     memory = machine.read_seconds(_visited_weights(arch, sequences) * work.engine_itemsize / tp + cache)
     active = active_parameters(arch)
     compute = 2 * active * sequences / (tp * machine.gpu.tflops * 1e12 * MATMUL)

@@ -100,13 +100,12 @@ class RowCache:
                 for part in pair:
                     part[to_rows] = part[from_rows]
 
-    def begin(self, positions: Tensor) -> Tensor:
-        """Begins a step of the first rows, with new tokens at `positions` [n]. Returns its mask [n, 1, 1, tokens]."""
+    def begin(self, positions: Tensor) -> int:
+        """Begins a step of the first rows, with new tokens at `positions` [n]. Returns how many tokens of a row it reads."""
         self._count = len(positions)
         self._rows, self._positions = torch.arange(self._count), positions
         self._length = aligned(int(positions.max()) + 1)
-        is_hidden = torch.arange(self._length) > positions.unsqueeze(1)  # [n, tokens]
-        return _mask(is_hidden, self._layers[0][0].dtype)[:, None, None]
+        return self._length
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Stores the keys and values [n, heads, 1, dimensions] of a step's tokens; returns those of the full rows."""
@@ -114,10 +113,6 @@ class RowCache:
         all_keys[self._rows, :, self._positions] = keys[:, :, 0]
         all_values[self._rows, :, self._positions] = values[:, :, 0]
         return all_keys[: self._count, :, : self._length], all_values[: self._count, :, : self._length]
-
-
-def _mask(is_hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, float("-inf"))
 
 
 class RowModel:
@@ -141,11 +136,13 @@ class RowModel:
         AttentionInterface.register(_EXACT_ATTENTION, _exact_attention)
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-        kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
+        kinds, window = getattr(text, "layer_types", None) or [], getattr(text, "sliding_window", None)
+        self._windows = {kind: None if kind == "full_attention" else window for kind in sorted(kinds)} or {"": window}
+        if not {*kinds} <= {"full_attention", "sliding_attention"}:
             raise ConfigError(
-                f"rollout.engine=transformers: the layers of {str(folder)!r} are of the types {', '.join(sorted(kinds))},"
-                " and this engine computes full attention only; set rollout.engine=vllm"
+                f"rollout.engine=transformers: the layers of {str(folder)!r} are of the types"
+                f" {', '.join(self._windows)}, and this engine computes full_attention and sliding_attention only; set"
+                " rollout.engine=vllm"
             )
         attention: Any = _EXACT_ATTENTION if exact else _ATTENTION
         if vision is not None:
@@ -189,7 +186,8 @@ class RowModel:
         fill = [0] * (FEWEST_ROWS - len(tokens))
         input_ids, places = torch.tensor([[*tokens, *fill]]).T, torch.tensor([*positions, *fill])  # [n, 1], [n]
         rotations = places if shifts is None else places + torch.tensor([*shifts, *fill])
-        states = self._states(self._embed(input_ids), rotations.unsqueeze(1), cache.begin(places), cache)
+        mask = self._mask(places.unsqueeze(1), cache.begin(places))
+        states = self._states(self._embed(input_ids), rotations.unsqueeze(1), mask, cache)
         return self._logits(states[:, 0])[: len(tokens)]
 
     def logprobs(self, sequences: Sequence[Sequence[int]], images: Sequence[Images] = ()) -> list[list[float]]:
@@ -205,8 +203,7 @@ class RowModel:
         length = aligned(max(map(len, sequences)))
         tokens = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in sequences])  # [n, T]
         embeddings, positions = self._embed(tokens), torch.arange(length)
-        # Causal: no real token sees the padding after it.
-        mask = _mask(positions > positions.unsqueeze(1), self.module.dtype)[None, None]
+        mask = self._mask(positions.unsqueeze(0), length)  # causal: no real token sees the padding after it
         rotations, deep = positions.expand(len(sequences), -1), dict[str, Any]()
         if any(images):
             per_row = [torch.from_numpy(rope_positions(length, row_images)) for row_images in images]
@@ -220,6 +217,15 @@ class RowModel:
                 deep = {"visual_pos_masks": is_image, "deepstack_visual_embeds": levels}
         return self._states(embeddings, rotations, mask, cache, **deep)
 
+    def _mask(self, positions: Tensor, length: int) -> Any:
+        """Returns the mask [n, 1, t, length] of tokens at `positions` [n, t]; of several types of layers, one for each."""
+        distance, masks = positions.unsqueeze(-1) - torch.arange(length), {}
+        for kind, window in self._windows.items():
+            is_hidden = (distance < 0) | (distance >= (window or length))
+            mask = torch.zeros(is_hidden.shape, dtype=self.module.dtype).masked_fill_(is_hidden, float("-inf"))
+            masks[kind] = mask.unsqueeze(1)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
     def _features(self, image: PromptImage) -> Tensor:
         """Computes the features of an image and, for DeepStack, those of inner layers [1 + levels, tokens, h]."""
         if image.digest not in self.features:
@@ -232,7 +238,7 @@ class RowModel:
         return self.features[image.digest]
 
     def _states(
-        self, embeddings: Tensor, rotations: Tensor, mask: Tensor, cache: PromptCache | RowCache, **deep: Any
+        self, embeddings: Tensor, rotations: Tensor, mask: Any, cache: PromptCache | RowCache, **deep: Any
     ) -> Tensor:
         """Computes hidden states [n, T, h]. `rotations`: RoPE's positions [n, T], or [3, n, T] with images."""
         states: Tensor = self._decoder(

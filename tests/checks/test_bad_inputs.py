@@ -141,7 +141,6 @@ def test_a_wrong_value_is_refused(refused: Callable[..., str], overrides: list[s
         ({"num_key_value_heads": 3}, "8 attention heads in 3 key-value groups"),
         ({"num_hidden_layers": 5}, "missing model.layers.4.input_layernorm.weight"),
         ({"vocab_size": 10}, "has 18 tokens and the model's embedding 10 rows"),
-        ({"use_sliding_window": True, "sliding_window": 24}, "= 32 exceed the model's sliding window 24"),
         (None, "cannot read config.json"),
         ("{", "config.json is not JSON"),
     ],

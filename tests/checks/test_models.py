@@ -406,7 +406,7 @@ def test_fp8_is_of_the_decoder(tmp_path: Path) -> None:
         ),
         ({"rope_scaling": {"mrope_section": [24, 20, 20]}}, "mrope_interleaved=False: qwen3_vl has true"),
         ({"rope_scaling": {"mrope_section": [24, 20, 21]}}, r"mrope_section=\[24, 20, 21\] must be three sizes"),
-        ({"attention_bias": True}, "Qwen3-VL with attention_bias=true"),
+        ({"attention_bias": True}, "qwen3_vl with attention_bias=true"),
         ({"deepstack_visual_indexes": [8, 27]}, r"deepstack_visual_indexes=\[8, 27\] must be increasing .* has 27"),
         ({"deepstack_visual_indexes": [16, 8]}, r"deepstack_visual_indexes=\[16, 8\] must be increasing"),
         ({"num_hidden_layers": 2}, "no more than the decoder's 2 layers"),
@@ -497,6 +497,7 @@ def test_one_start_shows_them_all(images_run: Path, capsys: pytest.CaptureFixtur
 
 V3, NEXT = ({**tiny.COMMON, **MODELS[name]} for name in ("deepseek_v3", "qwen3_next"))
 OLMO = {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
+MISTRAL = {**tiny.COMMON, "model_type": "mistral", "sliding_window": 16}
 MODELS_PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 FP8 = {"actor": {"megatron": {"fp8": {"recipe": "blockwise"}}}}
 BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}
@@ -509,6 +510,8 @@ OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     ({**V3, "kv_lora_rank": 256}, {"trainer": {"device": "cuda"}}, None),
     (OLMO, {"actor": {"megatron": {"transformer_impl": "transformer_engine"}}}, "set transformer_impl=auto"),
     (OLMO, {"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 needs Transformer Engine"),
+    (MISTRAL, {}, None),
+    (MISTRAL, {"actor": {"megatron": {"context_parallel_size": 2}}}, "context_parallel_size=2 is not made for sliding"),
     (NEXT, BF16, None),
     (
         NEXT,

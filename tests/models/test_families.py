@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from grpo_megatron.models.architecture import UnsupportedModel
-from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, table_of
+from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, read_architecture, table_of
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.files import published_config
@@ -71,6 +71,24 @@ def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
         assert (wrong - got[0, : len(wrong)]).abs().max() > 1e-3, f"{name}: half the factor changes nothing here"
 
 
+@pytest.mark.slow
+def test_windows_equal_transformers(tmp_path: Path) -> None:
+    """In all layers, as Mistral and Qwen have them. With a larger window the numbers are others."""
+    qwen = {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 0}
+    cases: list[tuple[str, dict[str, Any]]] = [("mistral", {"sliding_window": 100}), ("qwen2", qwen)]
+    settings = {"num_hidden_layers": 2, "max_position_embeddings": 1024, "std": 0.1}
+    folders = [tiny.make_model(tmp_path / name, name, **{**settings, **changes}) for name, changes in cases]
+    [results] = logprobs(folders=folders, families=[None] * len(cases))
+    for folder, got in zip(folders, results, strict=True):
+        assert read_architecture(folder).window_of(1) in (100, 200)
+        for i, want in enumerate(tiny.transformers_logprobs(folder, LONG)):
+            assert (got[i, : len(want)] - want).abs().max() <= 1e-5, folder.name
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 1000}))
+        without = tiny.transformers_logprobs(folder, LONG[:1])[0]
+        assert (without - got[0, : len(without)]).abs().max() > 1e-3, folder.name
+
+
 def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
     """The same weights under another scaling."""
     other = folder.with_name(f"{folder.name}-{rope['rope_type']}-{rope.get('factor')}")
@@ -125,6 +143,13 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "linear"}}, "config.json has no 'factor'"),
     ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("qwen3", {"attention_bias": True}, "attention_bias=true"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, "in some layers only (layer_"),
+    (
+        "mistral",
+        {"sliding_window": 8, "layer_types": ["chunked_attention"] * 4},
+        "each of the 4 layers must have sliding",
+    ),
+    ("mistral", {"sliding_window": 8, "layer_types": ["sliding_attention"]}, "each of the 4 layers must have sliding"),
     ("mistral", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2: layers without experts"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 and probabilities scaled to sum to 1"),

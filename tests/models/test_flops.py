@@ -15,6 +15,8 @@ Active parameters of Mixtral-8x7B (published: 46.7 B, of which 12.9 B active): 3
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from grpo_megatron.config import Config
@@ -28,6 +30,7 @@ from grpo_megatron.models.flops import (
     mfu_metrics,
     peak_tflops,
     peaks,
+    sequence_cost,
     tower_parameters,
 )
 from tests.files import published_config
@@ -69,6 +72,16 @@ def test_a_mixture_of_experts_counts_what_a_token_passes_through(
     attention = 6 * 128 * 32 * arch.num_layers * (600**2 + 400**2)
     assert flops_per_pass(arch, [600, 400]) == 6 * active * 1000 + attention
     assert linear_flops_per_pass(arch, [600, 400]) == 6 * linear * 1000
+
+
+def test_pairs_within_a_window_count() -> None:
+    """Mistral-7B: 32 layers of 32 heads of 128, with a window of 4096. 10,000 tokens see 4096 (20,000 - 4096) pairs, twice."""
+    arch = published.architecture("Mistral-7B-v0.1")
+    for tokens, pairs in ((4000, 4000**2), (10_000, 4096 * 15_904)):
+        attention = 6 * 128 * 32 * 32 * pairs
+        assert flops_per_pass(arch, [tokens]) == 6 * active_parameters(arch) * tokens + attention
+    cost = sequence_cost(replace(arch, full_layers=tuple(range(16))))
+    assert cost.attention(10_000) == 128 * 32 * 16 * (10_000**2 + 4096 * 15_904)
 
 
 def test_a_dense_model_is_all_active() -> None:

@@ -19,24 +19,22 @@ def peak_mib() -> float:
 
 
 @ranks(1)
-def attend(length: int, heads: int) -> float:
+def attend(length: int, heads: int, window: int | None) -> float:
     """How many MiB one attention over `length` tokens, forward and backward, adds to this process's peak."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    from grpo_megatron.models.layers.modules import PackedAttention
+    from grpo_megatron.models.layers.modules import causal_attention, packed_attention
 
     cuts = torch.tensor([0, length], dtype=torch.int32)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cuts, cu_seqlens_kv=cuts)
     query = torch.randn(length, heads, 32, requires_grad=True)
     key, value = (torch.randn(length, heads // 4, 32, requires_grad=True) for _ in range(2))
     before = peak_mib()
-    PackedAttention(None, 1)(query, key, value, None, packed_seq_params=packed).sum().backward()  # type: ignore[arg-type]
+    packed_attention(query, key, value, cuts, causal_attention, window=window).sum().backward()
     return peak_mib() - before
 
 
-def test_attention_keeps_no_scores() -> None:
+@pytest.mark.parametrize("window", [None, 500])
+def test_attention_keeps_no_scores(window: int | None) -> None:
     """4096^2 float32 scores of 8 heads would be 512 MiB. Queries, outputs and gradients are 4 MiB each."""
-    (added,) = attend(length=4096, heads=8)
+    (added,) = attend(length=4096, heads=8, window=window)
     assert added < 100
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from grpo_megatron.device import Device
 from grpo_megatron.models.forward import pack, packed_lengths
+from grpo_megatron.models.layers import modules
 from grpo_megatron.models.layers.modules import Branch, TreeParams, tree_attention
 from tests import tiny
 
@@ -62,6 +63,25 @@ def test_branches_of_equal_length_stay_in_their_places() -> None:
         alone = [torch.cat([x[:3], x[own]]).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
         expected = F.scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
         torch.testing.assert_close(found[own], expected[3:])
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 32, 50, 300])
+@pytest.mark.parametrize(("before", "size"), [(0, 40), (0, 32), (7, 40), (90, 3)])
+def test_a_token_sees_those_of_its_window(before: int, size: int, window: int | None) -> None:
+    """Against a mask by hand: key k is seen by query q if 0 <= q - k < window. Blocks of 16 queries, with gradients."""
+    torch.manual_seed(0)
+    q, k, v = (
+        torch.randn(2, heads, n, 4, requires_grad=True)
+        for heads, n in ((4, size), (2, before + size), (2, before + size))
+    )
+    distance = torch.arange(before, before + size).unsqueeze(1) - torch.arange(before + size)
+    mask = (distance >= 0) & (distance < (window or 1000))
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3, enable_gqa=True)
+    with mock.patch.object(modules, "QUERY_BLOCK", 16):
+        got = modules.causal_attention(q, k, v, window=window, scale=0.3)
+    torch.testing.assert_close(got, want)
+    gradients = (torch.autograd.grad(out.square().sum(), (q, k, v)) for out in (got, want))
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("prompt", "response"), [(512, 128), (256, 256), (128, 512), (64, 1024)])

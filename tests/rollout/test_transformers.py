@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from grpo_megatron.config import ConfigError, RolloutConfig
 from grpo_megatron.device import Device
@@ -27,6 +28,7 @@ from grpo_megatron.rollout.transformers_engine import RowCache, RowModel, Runnin
 from tests import worlds
 from tests.rollout import checks, tiny
 from tests.rollout.worlds import World, raises, requests, run_checks
+from tests.tiny import make_model
 
 # -- one token ---------------------------------------------------------------------------------------------------------
 
@@ -108,6 +110,26 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(model: RowModel) -> None:
         torch.set_num_threads(threads)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_windows_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """A window of 5 in all layers, or in one of two: logits of a prefill, of decoding, and of full sequences."""
+    window = {"mistral": {}, "qwen2": {"use_sliding_window": True, "max_window_layers": 1}}[family]
+    folder = make_model(tmp_path, family, num_hidden_layers=2, sliding_window=5, **window)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = [[3 * i * i % 101 for i in range(n)] for n in (40, 9)]
+    made = RowModel(folder, "float32")
+    made.module.load_state_dict(theirs.state_dict())
+    after, computed = made.prefill([row[:-1] for row in ids])
+    cache = RowCache()
+    cache.reserve(FEWEST_ROWS, 41, computed)
+    cache.insert(0, computed, range(2))
+    decoded = made.decode([row[-1] for row in ids], [len(row) - 1 for row in ids], cache)
+    for row, *got in zip(ids, after, decoded, strict=True):
+        want = theirs(torch.tensor([row])).logits[0, -2:]
+        torch.testing.assert_close(torch.stack(got), want, rtol=0, atol=1e-5)
+
+
 def test_prompts_are_computed_once_and_rows_leave_and_join(model: RowModel) -> None:
     """Three rows at a time; the samples are those of a batch that has room for all."""
     some = [replace(r, max_tokens=3 + 2 * i) for i, r in enumerate(requests(7))]
@@ -132,9 +154,9 @@ def test_prompts_are_computed_once_and_rows_leave_and_join(model: RowModel) -> N
 
 def test_models_that_it_cannot_compute_are_refused(tmp_path: Path) -> None:
     config = tiny.config("qwen2")
-    config.layer_types = ["full_attention", "sliding_attention"]
+    config.layer_types = ["full_attention", "chunked_attention"]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="of the types full_attention, sliding_attention.*set rollout.engine=vllm"):
+    with pytest.raises(ConfigError, match="of the types chunked_attention, full_attention.*set rollout.engine=vllm"):
         RowModel(tmp_path, "float32")
 
 

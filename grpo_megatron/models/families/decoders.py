@@ -42,8 +42,8 @@ def _family(
 ) -> ModelFamily:
     """Returns a family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
 
-    `window`: the key that switches `sliding_window` on; "": it is always on. `rotary`: see `common_settings`. `experts`:
-    config.json -> the fields of experts, and others.
+    `window`: the key that switches `sliding_window` on; "": it is always on. vLLM has it in all layers of these families or in
+    none. `rotary`: see `common_settings`. `experts`: config.json -> the fields of experts, and others.
     """
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
@@ -51,13 +51,36 @@ def _family(
             if config.get(key):
                 raise UnsupportedModel(f"{name} with {key}=true is not supported")
         settings = {"tied": bool(config.get("tie_word_embeddings", False)), **fields}
-        if window is not None:
-            settings["sliding_window"] = config.get("sliding_window") if not window or config.get(window) else None
+        if window is not None and (not window or config.get(window)):
+            first = (config.get("max_window_layers") or 0) if window else 0
+            settings |= window_settings(config, lambda layer: layer >= first)
+            if settings.get("full_layers"):
+                raise UnsupportedModel(
+                    f"{config['model_type']} with sliding windows in some layers only (layer_types, or max_window_layers="
+                    f"{first}): vLLM has them in all layers or in none"
+                )
         return Architecture(
             family=config["model_type"], **{**common_settings(config, rotary), **settings, **experts(config)}
         )
 
     return ModelFamily(architecture_from, table)
+
+
+def window_settings(config: dict[str, Any], has_window: Callable[[int], bool]) -> dict[str, Any]:
+    """Returns the Architecture keywords of sliding windows. Raises UnsupportedModel; KeyError.
+
+    `has_window`: whether a layer, counted from 0, has a window where config.json has no `layer_types`.
+    """
+    layers, kinds = range(config["num_hidden_layers"]), config.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention" if has_window(layer) else "full_attention" for layer in layers]
+    if not {*kinds} <= {"sliding_attention", "full_attention"} or len(kinds) != len(layers):
+        raise UnsupportedModel(
+            f"{config['model_type']} with layer_types={shown(kinds)}: each of the {len(layers)} layers must have"
+            " sliding_attention or full_attention"
+        )
+    window, full = config.get("sliding_window"), tuple(layer for layer in layers if kinds[layer] == "full_attention")
+    return {} if window is None or len(full) == len(layers) else {"sliding_window": window, "full_layers": full}
 
 
 def _mixtral_table(arch: Architecture) -> list[WeightRow]:
@@ -114,7 +137,7 @@ DECODERS = {
     "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
-    # Llama's shapes. v0.1 has a sliding window: sequences longer than it are refused.
+    # Llama's shapes. v0.1 has a sliding window in every layer.
     "mistral": _family(window=""),
     # Few large experts in place of every MLP; a softmax over the logits of the selected experts gives their weights.
     "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table),

@@ -77,14 +77,12 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         positions=vision.get("num_position_embeddings", 2304) if is_third else 0,
         levels=len(levels),
     )
-    if is_third and text.get("attention_bias"):
-        raise UnsupportedModel("Qwen3-VL with attention_bias=true is not supported")
-    window = text.get("sliding_window") if text.get("use_sliding_window") else None
+    for key in ("use_sliding_window", *(["attention_bias"] if is_third else [])):
+        if text.get(key):
+            raise UnsupportedModel(f"{config['model_type']} with {key}=true is not supported")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
     biases = {"qkv_bias": not is_third, "qk_norm": is_third}
-    return Architecture(
-        family=config["model_type"], tied=tied, sliding_window=window, vision=tower, **biases, **settings
-    )
+    return Architecture(family=config["model_type"], tied=tied, vision=tower, **biases, **settings)
 
 
 def _table(arch: Architecture) -> list[WeightRow]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,7 @@ class HeadsRMSNorm(torch.nn.Module):
 
 # -- attention over packs and prefix trees, by torch's fused kernels -----------------------------------------------------
 
-QUERY_BLOCK = 128  # queries of a branch per kernel call: masked scores are computed for half a block per query
+QUERY_BLOCK = 128  # queries per kernel call with a mask: masked scores are computed for half a block per query and edge
 
 
 @dataclass(frozen=True)
@@ -120,34 +121,57 @@ class TreeParams(PackedSeqParams):
 
 
 def tree_attention(
-    query: Float[Tensor, "t H d"], key: Float[Tensor, "t G d"], value: Float[Tensor, "t G v"], branches: list[Branch]
+    query: Float[Tensor, "t H d"],
+    key: Float[Tensor, "t G d"],
+    value: Float[Tensor, "t G v"],
+    branches: list[Branch],
+    **options: Any,
 ) -> Float[Tensor, "t H v"]:
     """Causal attention of every branch over its prefix and itself: query [t, H, d], key [t, G, d], value [t, G, v].
 
-    Neighbours of equal length with one prefix share their kernel calls.
+    Neighbours of equal length with one prefix share their kernel calls. `options`: of `causal_attention`.
     """
     out = []
     for (size, prefix_start, prefix_end), neighbours in itertools.groupby(branches, _shape):
         run = list(neighbours)
         start, count = run[0].start, len(run)
         branch_tokens, prefix = slice(start, start + count * size), slice(prefix_start, prefix_end)
-        length = prefix_end - prefix_start
         q, k, v = (_heads_first(x[branch_tokens], count) for x in (query, key, value))
-        if not length:
-            out.append(_flat(_kernel(q, k, v, is_causal=True)))
-            continue
-        k, v = (
-            torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), y], dim=2)
-            for x, y in ((key, k), (value, v))
-        )
-        blocks = []
-        for first in range(0, size, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, size)
-            seen = length + last
-            mask = torch.ones(last - first, seen, dtype=torch.bool, device=q.device).tril(length + first)
-            blocks.append(_kernel(q[:, :, first:last], k[:, :, :seen], v[:, :, :seen], attn_mask=mask))
-        out.append(_flat(torch.cat(blocks, dim=2)))
+        if prefix_end > prefix_start:
+            k, v = (
+                torch.cat([_heads_first(x[prefix], 1).expand(count, -1, -1, -1), y], dim=2)
+                for x, y in ((key, k), (value, v))
+            )
+        out.append(_flat(causal_attention(q, k, v, **options)))
     return torch.cat(out)  # [t, H, v]
+
+
+def causal_attention(
+    query: Float[Tensor, "n H s d"],
+    key: Float[Tensor, "n G k d"],
+    value: Float[Tensor, "n G k v"],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "n H s v"]:
+    """Attention of the last s of k tokens to those before them and to themselves.
+
+    `window`: to so many tokens at most, itself among them, as in transformers. `scale` None: 1 / sqrt(d).
+    """
+    size, length = query.shape[2], key.shape[2]
+    if size == length and (window is None or window >= length):
+        return _kernel(query, key, value, is_causal=True, scale=scale)
+    blocks = []
+    for first in range(0, size, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, size)
+        place = length - size + first  # of the block's first query among the keys
+        start, end = 0 if window is None else max(0, place + 1 - window), length - size + last
+        mask = torch.ones(last - first, end - start, dtype=torch.bool, device=query.device).tril(place - start)
+        if window is not None:
+            mask = mask.triu(place - start + 1 - window)
+        keys, values = key[:, :, start:end], value[:, :, start:end]
+        blocks.append(_kernel(query[:, :, first:last], keys, values, attn_mask=mask, scale=scale))
+    return torch.cat(blocks, dim=2)
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -171,16 +195,17 @@ def packed_attention(
     key: Float[Tensor, "t G d"],
     value: Float[Tensor, "t G v"],
     cuts: Tensor,
+    attend: Callable[..., Tensor] = _kernel,
     **options: Any,
 ) -> Float[Tensor, "t H v"]:
-    """Attends within each of the sequences that end at `cuts`, one fused kernel call per run of neighbours of equal length."""
+    """Attends within each of the sequences that end at `cuts`, by one call per run of neighbours of equal length."""
     lengths = cuts.diff().tolist()
     runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths)]
     sizes = [length * count for length, count in runs]
     out = []
     for q, k, v, (_, count) in zip(query.split(sizes), key.split(sizes), value.split(sizes), runs, strict=True):
         q, k, v = (_heads_first(x, count) for x in (q, k, v))
-        out.append(_flat(_kernel(q, k, v, **options)))
+        out.append(_flat(attend(q, k, v, **options)))
     return torch.cat(out)
 
 
@@ -188,7 +213,8 @@ class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences, one fused kernel call per run of neighbours of equal length.
 
     torch's scaled_dot_product_attention never materialises the [S, S] attention scores. Each sequence is computed alone, so
-    nothing is computed between two sequences or for padding between them. Values may have another size than keys.
+    nothing is computed between two sequences or for padding between them. Values may have another size than keys. In a layer
+    with a window, a sequence that is longer is computed in blocks of queries over the keys that these see.
     Megatron's DotProductAttention materialises the scores, computes padding and refuses packed sequences.
     """
 
@@ -202,6 +228,8 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(d)
+        has_window = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]  # type: ignore[index]
+        self.window = config.window_size[0] + 1 if has_window else None  # type: ignore[index]
 
     def forward(
         self,
@@ -214,10 +242,11 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Float[Tensor, "t H v"]:
         """Attends: query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
+        options: dict[str, Any] = {"window": self.window, "scale": self.softmax_scale}
         if isinstance(tree := packed_seq_params, TreeParams):
-            return tree_attention(query, key, value, tree.branches)
+            return tree_attention(query, key, value, tree.branches, **options)
         cuts = packed_seq_params.cu_seqlens_q
-        return packed_attention(query, key, value, cuts, is_causal=True, scale=self.softmax_scale)
+        return packed_attention(query, key, value, cuts, causal_attention, **options)
 
 
 class GatedAttention(SelfAttention):  # type: ignore[misc]
