@@ -52,6 +52,14 @@ def make_model(folder: Path, family: str = "qwen2", *, seed: int = 0, std: float
     return folder
 
 
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Read every tensor of a folder, by the names of the model: of gpt-oss, those of each expert alone."""
+    from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
+
+    with SafetensorsFolder(folder) as files:
+        return {name: files.read(name).contiguous() for name in files.tensors}
+
+
 def make_classifier(
     folder: Path, kind: str, family: str, *, seed: int, score_std: float = 0.06, **changes: Any
 ) -> Path:

@@ -10,7 +10,7 @@ from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.models.architecture import Architecture, DeltaNet
 from grpo_megatron.models.lora.peft_folder import PeftFolder
-from grpo_megatron.models.lora.table import ROUTER, lora_rows, target_problem
+from grpo_megatron.models.lora.table import ROUTERS, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.planning.layout import OVERRIDES, divisors, joined
 from grpo_megatron.rollout.vllm.versions import is_newest, recorder_problems
@@ -122,6 +122,8 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
     if megatron.fp8.recipe is not None and (arch.local_reason or latent is not None):
         what = arch.local_reason or "latent attention"
         yield f"{k.actor.megatron.fp8.recipe}: FP8 is not supported for {what} ({arch.family}); leave actor.megatron.fp8 out"
+    if arch.sinks and config.rollout.engine == "vllm" and config.has_rollouts and not is_newest():
+        yield f"{k.rollout.engine}: vllm 0.26 cannot change the weights of {arch.family}; install vllm 0.32"
     if arch.delta is not None:
         yield from _state_problems(config, arch, arch.delta)
     if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
@@ -200,9 +202,8 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
             yield f"{key.mode} needs Megatron-Core's layers, which cannot cut a sequence over ranks; {remedy}"
         if archs[section].post_norms:
             yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {remedy}"
-        if any(
-            name.endswith(f".{ROUTER}") for row in lora_rows(archs[section], lora).values() for name in row.layer_names
-        ):
+        rows = lora_rows(archs[section], lora).values()
+        if any(name.rpartition(".")[2] in ROUTERS for row in rows for name in row.layer_names):
             yield f"{key.mode}: a router's logits cannot be split from its choice of experts; {remedy}"
         if lora.dropout and megatron.tensor_model_parallel_size > 1 and not megatron.use_sequence_parallel:
             yield (

@@ -25,6 +25,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.architecture import Architecture, split_problems
 from grpo_megatron.models.families import architecture_of, hf_shapes, read_architecture, read_config
 from grpo_megatron.models.policy import Policy
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder
 from grpo_megatron.models.weights.stream import sent_parameters
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.storage.files import private_folder
@@ -57,7 +58,7 @@ def prove_family(folder: Path, family: str | None, changes: dict[str, Any]) -> i
         )
     with private_folder() as root:
         _write_model(config, root)
-        files = load_file(root / "model.safetensors")
+        files = _read_folder(root)
         problems = _problems_of_names({name: tuple(tensor.shape) for name, tensor in files.items()}, hf_shapes(arch))
         print("\n".join(problems or [f"{len(files)} tensors: names and shapes are those of transformers"]))
         if problems:
@@ -145,7 +146,12 @@ def _by_transformers(root: Path) -> dict[str, Tensor]:
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(root / "gradients", max_shard_size="10GB")  # renames them as weights
-    return results | load_file(root / "gradients" / "model.safetensors")
+    return results | _read_folder(root / "gradients")
+
+
+def _read_folder(folder: Path) -> dict[str, Tensor]:
+    with SafetensorsFolder(folder) as files:
+        return {name: files.read(name).contiguous() for name in files.tensors}
 
 
 def _by_megatron(root: Path, family: str | None, layouts: list[str]) -> None:

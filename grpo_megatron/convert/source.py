@@ -35,6 +35,7 @@ from grpo_megatron.models.heads.reward_folder import (
     read_reward_folder,
 )
 from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, name_in_file, tensor_problems
+from grpo_megatron.models.weights.stacked import file_tensors, is_mxfp4, join_experts, joined_shape
 from grpo_megatron.models.weights.stream import WeightsError, model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.files import Verification
@@ -116,9 +117,10 @@ class Source(ABC):
     def config_text(self, dtype: torch.dtype) -> bytes:
         """Returns the config.json of a result in `dtype`: byte by byte as it is, unless its dtype has changed."""
         key = "dtype" if "dtype" in self.config else "torch_dtype"
-        if self.config.get(key) in (None, dtype_name(dtype)):
+        if self.config.get(key) in (None, dtype_name(dtype)) and not is_mxfp4(self.config):
             return (self.hf_folder / "config.json").read_bytes()
-        return (json.dumps({**self.config, key: dtype_name(dtype)}, indent=2) + "\n").encode()
+        plain = {name: value for name, value in self.config.items() if name != "quantization_config"}
+        return (json.dumps({**plain, key: dtype_name(dtype)}, indent=2) + "\n").encode()
 
     @abstractmethod
     def check_content(self) -> bool:
@@ -267,7 +269,8 @@ class HFFolder(Source):
         self.head = head_of_folder(self.config)
         start = None if self.head is None else read_start(folder, self.head, family)
         self.arch = architecture_of(self.config, family) if start is None else start.arch
-        if quantized := self.config.get("quantization_config"):
+        quantized = self.config.get("quantization_config")
+        if quantized and not is_mxfp4(self.config):
             method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
             raise ConvertError(
                 f"{folder}: quantization_config ({method}) is not supported; convert the unquantized model"
@@ -278,6 +281,7 @@ class HFFolder(Source):
         self._check()
         self.dtypes = {name: self.tensors[name].dtype for name in self.shapes()}  # type: ignore[misc] # `_check` has seen them
         self.layout = f"{self.num_files} file{'s' if self.num_files > 1 else ''}"
+        self.layout += ", experts in MXFP4 (read as bfloat16)" if quantized else ""
 
     def read(self, name: str) -> Tensor:
         try:
@@ -363,14 +367,18 @@ def write_shards(
     family = str(source.config["model_type"])
     extras = source.extras.tensors if source.extras is not None else {}
     dtypes = source.result_dtypes(dtype) | {name: TORCH_DTYPES[tensor.dtype] for name, tensor in extras.items()}
-    shapes = ({} if only_extras else source.shapes()) | {name: tensor.shape for name, tensor in extras.items()}
+    parts = file_tensors([] if only_extras else source.shapes(), family) | {name: [name] for name in extras}
+    of_parts = source.shapes() | {name: tensor.shape for name, tensor in extras.items()}
+    shapes = {name: joined_shape(name, [of_parts[part] for part in of_name]) for name, of_name in parts.items()}
+    dtypes |= {name: dtypes[of_name[0]] for name, of_name in parts.items()}
     shards = {EXTRAS_FILE: shapes} if only_extras else plan_shards(shapes, dtypes, shard_bytes)
     with HashedFiles(folder) as files:
         for file_name, shard in shards.items():
             files.begin(file_name)
             files.write(safetensors_header(shard, dtypes, family))
             for name, shape in shard.items():
-                tensor = source.read(name) if name not in extras else source.extras.read(name)  # type: ignore[union-attr]
+                read = source.read if name not in extras else source.extras.read  # type: ignore[union-attr]
+                tensor = join_experts(name, [read(part) for part in parts[name]])
                 for first, last in row_blocks(shape):
                     block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
                     files.write(memoryview(block.numpy()))  # type: ignore[arg-type]

@@ -81,6 +81,7 @@ def _sizes(config: Config, arch: Any, world_size: int) -> Iterator[str]:
         ("norms over the heads of all ranks", arch.post_norms),
         ("gated delta nets", arch.delta),
         ("sliding windows", arch.sliding_window),
+        ("attention sinks", arch.sinks),
         ("a vision tower", arch.vision),
     ):
         if is_there:

@@ -282,6 +282,9 @@ class Architecture:
     centred_norms: bool = False  # norms multiply by 1 + their weight; not those of `delta`
     latent: Latent | None = None  # None: grouped-query attention
     delta: DeltaNet | None = None  # None: all layers have attention
+    sinks: bool = False  # a learned logit per head takes part in every softmax of attention, with a value of 0
+    linear_bias: bool = False  # of the attention's output, the experts and their router; with `qkv_bias`, of every layer
+    swiglu_limit: float | None = _number(0.0, 1e6, default=None)  # of gate and up, before the SwiGLU of gpt-oss (see `megatron_fields`)
     vision: Vision | None = None  # None: it reads no images
     # Layers after the last one, which predict further tokens. They are not trained; exports have them as they were.
     num_extra_layers: int = _size(100, default=0)
@@ -322,7 +325,12 @@ class Architecture:
     @property
     def local_reason(self) -> str | None:
         """Names what this model has and Transformer Engine's layers, FP8 and context parallelism here have not; None: nothing."""
-        return "gated delta nets" if self.delta else "norms after attention and MLP" if self.post_norms else None
+        reasons = {
+            "gated delta nets": self.delta,
+            "norms after attention and MLP": self.post_norms,
+            "attention sinks": self.sinks,
+        }
+        return next((reason for reason, is_there in reasons.items() if is_there), None)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Returns the rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
@@ -346,10 +354,12 @@ class Architecture:
         attention = qkv * h + h * self.attention_size
         attention += (qkv if self.qkv_bias else 0) + (2 * d if self.qk_norm else 0)
         attention += self.attention_size + self.key_size if self.post_norms else 0
+        attention += (h if self.linear_bias else 0) + (self.num_attention_heads if self.sinks else 0)
         if self.latent is not None:
             attention = self.latent.num_parameters(h, self.num_attention_heads)
         mlp = 3 * h * (self.ffn_hidden_size * (self.num_experts or 1) + self.shared_ffn_hidden_size)
         mlp += self.num_experts * (h + (self.routing is not None and self.routing.is_sigmoid)) + self.shared_gates * h
+        mlp += self.num_experts * (2 * self.ffn_hidden_size + h + 1) if self.linear_bias else 0
         mlps = self.num_dense_layers * 3 * h * self.dense_ffn_hidden_size
         mlps += (self.num_layers - self.num_dense_layers) * mlp
         tower = self.vision.num_parameters(h) if self.vision else 0
@@ -396,6 +406,11 @@ def megatron_fields(arch: Architecture) -> dict[str, Any]:
             "window_size": (arch.sliding_window - 1, 0),
             "window_attn_skip_freq": [int(arch.window_of(layer) is not None) for layer in range(arch.num_layers)],
         }
+    if arch.sinks:
+        fields["softmax_type"] = "learnable"
+    if arch.swiglu_limit is not None:
+        # SwiGLU of gpt-oss: quick_gelu(min(gate, limit)) (clamp(up, -limit, limit) + 1), quick_gelu(x) = x sigmoid(1.702 x)
+        fields |= {"activation_func_clamp_value": arch.swiglu_limit, "glu_linear_offset": 1.0}
     if arch.shared_gates:
         fields["moe_shared_expert_gate"] = True
     if arch.centred_norms:

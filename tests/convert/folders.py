@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
+from grpo_megatron.models.weights.stacked import file_tensors, join_experts
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.models.test_moe import MODELS
@@ -66,6 +67,8 @@ def write(
         name: torch.randn(shape, generator=generator).to(torch.float32 if name in constants else DTYPES[dtype])
         for name, shape in hf_shapes(arch).items()
     }
+    parts = file_tensors(tensors, config["model_type"])
+    tensors = {name: join_experts(name, [tensors[part] for part in parts[name]]) for name in parts}
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     put(folder, tensors, num_files)
     return folder

@@ -68,6 +68,19 @@ class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         return self.post_norm(output), bias
 
 
+class ExpertRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second linear layer of an expert with a bias, under any tensor parallelism.
+
+    Every rank adds its bias to its part of a sum over the ranks, so each adds a share of it. With sequence parallelism, which
+    experts need, Megatron sums the gradients of the shares.
+    """
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps [tokens, inputs / tp] to this rank's part of the output [tokens, outputs], and its share of the bias."""
+        output, bias = super().forward(x)
+        return output, bias / parallel_state.get_expert_tensor_parallel_world_size()
+
+
 class HeadsRMSNorm(torch.nn.Module):
     """An RMSNorm over all heads of a token, in float32. Each tensor-parallel rank has a part of the heads.
 
@@ -152,15 +165,16 @@ def causal_attention(
     value: Float[Tensor, "n G k v"],
     *,
     window: int | None = None,
-    scale: float | None = None,
+    **options: Any,
 ) -> Float[Tensor, "n H s v"]:
     """Attention of the last s of k tokens to those before them and to themselves.
 
-    `window`: to so many tokens at most, itself among them, as in transformers. `scale` None: 1 / sqrt(d).
+    `window`: to so many tokens at most, itself among them, as in transformers. `options`: `scale`, None for 1 / sqrt(d), and
+    `sinks` (see `_sink_kernel`).
     """
     size, length = query.shape[2], key.shape[2]
     if size == length and (window is None or window >= length):
-        return _kernel(query, key, value, is_causal=True, scale=scale)
+        return _kernel(query, key, value, is_causal=True, **options)
     blocks = []
     for first in range(0, size, QUERY_BLOCK):
         last = min(first + QUERY_BLOCK, size)
@@ -170,12 +184,40 @@ def causal_attention(
         if window is not None:
             mask = mask.triu(place - start + 1 - window)
         keys, values = key[:, :, start:end], value[:, :, start:end]
-        blocks.append(_kernel(query[:, :, first:last], keys, values, attn_mask=mask, scale=scale))
+        blocks.append(_kernel(query[:, :, first:last], keys, values, attn_mask=mask, **options))
     return torch.cat(blocks, dim=2)
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
+    if sinks is not None:
+        return _sink_kernel(q, k, v, sinks, **options)
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1], **options)
+
+
+def _sink_kernel(
+    q: Float[Tensor, "n H s d"],
+    k: Float[Tensor, "n G t d"],
+    v: Float[Tensor, "n G t d"],
+    sinks: Float[Tensor, "H"],
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Float[Tensor, "n H s d"]:
+    """Attends also to a key before the others, whose logit is that of the head in `sinks`, and whose value is 0.
+
+    Keys and queries have one more dimension for it: that key is 1 there, other keys are 0, and a query is logit / scale.
+    The kernels want a multiple of 8. A causal mask wants a query before the others, too.
+    """
+    size, scale = q.shape[-1], scale or q.shape[-1] ** -0.5
+    logits = (sinks / scale).view(-1, 1, 1).expand(*q.shape[:-1], 1)
+    q = F.pad(torch.cat([q, logits], dim=-1), (0, 7, int(is_causal), 0))
+    k, v = (F.pad(x, (0, 8, 1, 0)) for x in (k, v))
+    k[:, :, 0, size] = 1
+    if attn_mask is not None:
+        attn_mask = F.pad(attn_mask, (1, 0), value=True)
+    out = _kernel(q, k, v, is_causal=is_causal, attn_mask=attn_mask, scale=scale)
+    return out[:, :, int(is_causal) :, :size]
 
 
 def _shape(branch: Branch) -> tuple[int, int, int]:
@@ -230,6 +272,7 @@ class PackedAttention(torch.nn.Module):
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(d)
         has_window = config.window_size is not None and config.window_attn_skip_freq[layer_number - 1]  # type: ignore[index]
         self.window = config.window_size[0] + 1 if has_window else None  # type: ignore[index]
+        self.softmax_offset: Tensor | None = None
 
     def forward(
         self,
@@ -242,11 +285,27 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Float[Tensor, "t H v"]:
         """Attends: query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
-        options: dict[str, Any] = {"window": self.window, "scale": self.softmax_scale}
+        options = {"window": self.window, "scale": self.softmax_scale, "sinks": self.softmax_offset}
         if isinstance(tree := packed_seq_params, TreeParams):
             return tree_attention(query, key, value, tree.branches, **options)
         cuts = packed_seq_params.cu_seqlens_q
         return packed_attention(query, key, value, cuts, causal_attention, **options)
+
+
+class SinkAttention(PackedAttention):
+    """Attention with a learned logit per head (Megatron-Core's `softmax_type=learnable`): softmax over the keys and that logit."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describes the checkpoint's tensors to Megatron: the logits are cut along dimension 0."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)  # type: ignore[no-any-return]
 
 
 class GatedAttention(SelfAttention):  # type: ignore[misc]

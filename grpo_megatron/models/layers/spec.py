@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -37,6 +38,7 @@ from grpo_megatron.models.architecture import Architecture, Latent, Vision, Yarn
 from grpo_megatron.models.layers.modules import (
     LATENT_KEYS,
     CentredRMSNorm,
+    ExpertRowParallelLinear,
     GatedAttention,
     HeadsRMSNorm,
     LatentAttention,
@@ -44,6 +46,7 @@ from grpo_megatron.models.layers.modules import (
     PackedAttention,
     PackedGatedDeltaNet,
     RMSNorm,
+    SinkAttention,
 )
 from grpo_megatron.models.layers.precision import batch_invariance, fp8_settings
 from grpo_megatron.transformer_engine import examine_transformer_engine, packed_attention_problem
@@ -186,7 +189,7 @@ def _local_layer(config: TransformerConfig, num_experts: int | None, is_linear: 
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = norm
     attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
+    attention.core_attention = SinkAttention if config.softmax_type == "learnable" else PackedAttention
     if config.multi_latent_attention:
         parts.self_attention.module = LatentAttention
         latents = parts.self_attention.submodules
@@ -201,6 +204,8 @@ def _local_layer(config: TransformerConfig, num_experts: int | None, is_linear: 
         parts.self_attention.module = GatedAttention
     # In a checkpoint of the Transformer Engine spec, the norm before the experts is not fused into a linear layer, and keeps
     # its own name. Keep the same name here, so that either spec reads the other's checkpoints.
+    if num_experts and config.add_bias_linear:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = ExpertRowParallelLinear
     if num_experts:
         parts.sharded_state_dict_keys_map = {
             name: saved for name, saved in parts.sharded_state_dict_keys_map.items() if name != "pre_mlp_layernorm."
@@ -349,7 +354,7 @@ def transformer_config(
         **megatron_fields(arch),
         "layernorm_epsilon": arch.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": F.silu if arch.swiglu_limit is None else quick_gelu,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
@@ -389,6 +394,8 @@ def transformer_config(
             f"actor.megatron.override_transformer_config={shown(given)}: Megatron-Core refuses it ({reason}); correct it,"
             " or leave it out"
         ) from error
+    # Megatron-Core refuses experts with biases under tensor parallelism. `ExpertRowParallelLinear` adds them once.
+    config.add_bias_linear = arch.linear_bias
     if arch.rope_yarn is not None and arch.latent is None:  # MLATransformerConfig has fields for it
         for name, value in yarn_config(arch.rope_yarn).items():
             setattr(config, name, value)

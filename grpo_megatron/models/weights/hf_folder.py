@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +21,7 @@ from torch import Tensor
 from grpo_megatron.data.images import PROCESSOR_FILES, write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.weights.stacked import StoredTensor, file_tensors, join_experts, read_expert, split_experts
 from grpo_megatron.models.weights.stream import (
     EMBEDDING,
     HEAD,
@@ -36,15 +37,6 @@ from grpo_megatron.untrusted import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters, and not read
-
-
-class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file, by its header. `name` is the name in the file, `dtype` the format's (BF16)."""
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class SafetensorsFolder:
@@ -72,12 +64,13 @@ class SafetensorsFolder:
         self.headers = {name: self._header(self.folder / name) for name in self.files}
         if damaged := [header for header in self.headers.values() if isinstance(header, str)]:
             raise WeightsError("\n  ".join(damaged))
-        self.tensors = {
+        self._stored = {
             published_name(name): tensor
             for header in self.headers.values()
             if isinstance(header, dict)
             for name, tensor in header.items()
         }
+        self.tensors = split_experts(self._stored)
         self._open_files = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -99,17 +92,22 @@ class SafetensorsFolder:
 
     def slice(self, name: str) -> Any:
         """Returns an object that reads a part of the tensor when it is indexed. The file stays open until `__exit__`."""
-        stored = self.tensors[name]
-        if stored.file not in self._handles:
-            self._handles[stored.file] = self._open_files.enter_context(safe_open(stored.file, framework="pt"))
-        return self._handles[stored.file].get_slice(stored.name)
+        return self._slice(name, self._handles, self._open_files)
+
+    def _slice(self, name: str, handles: dict[Path, Any], open_files: ExitStack) -> Any:
+        stored = self.tensors.get(name) or self._stored[name]
+        if stored.expert is not None:
+            return read_expert(stored, lambda stack: self._slice(stack, handles, open_files))
+        if stored.file not in handles:
+            handles[stored.file] = open_files.enter_context(safe_open(stored.file, framework="pt"))
+        return handles[stored.file].get_slice(stored.name)
 
     def read(self, name: str) -> Tensor:
         """Reads a whole tensor. The file is closed again: pages of a mapped file count as memory of the process."""
         stored = self.tensors[name]
         try:
-            with safe_open(stored.file, framework="pt") as handle:
-                tensor: Tensor = handle.get_tensor(stored.name)
+            with ExitStack() as open_files:
+                tensor: Tensor = self._slice(name, {}, open_files)[:]
                 return tensor
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{stored.file}: cannot read {name} ({error})") from error
@@ -319,7 +317,7 @@ class _ShardWriter:
 
     def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
-            self.waiting[name_in_file(name, self.config["model_type"])] = tensor.detach().to("cpu", copy=True)
+            self.waiting[name] = tensor.detach().to("cpu", copy=True)
             if tensor.dim() > 1:  # not the float32 biases of a router
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
@@ -336,10 +334,21 @@ class _ShardWriter:
     def _write_shard(self) -> None:
         """Write a shard under a numbered name. The final name contains the number of shards, which is still unknown."""
         path = self.folder / f"{len(self.shards)}.safetensors"
-        write_tensors(path, self.waiting, {"format": "pt"})
-        self.total += sum(tensor.nbytes for tensor in self.waiting.values())
-        self.shards.append(list(self.waiting))
-        self.waiting = {}
+        tensors = self._complete_tensors()
+        if not tensors:
+            return
+        write_tensors(path, tensors, {"format": "pt"})
+        self.total += sum(tensor.nbytes for tensor in tensors.values())
+        self.shards.append(list(tensors))
+
+    def _complete_tensors(self) -> dict[str, Tensor]:
+        """Takes what is waiting, with the experts of a layer in one tensor where the family has it so, and if all are there."""
+        family, experts = self.config["model_type"], self.config.get("num_local_experts")
+        out = {}
+        for name, parts in file_tensors(self.waiting, family).items():
+            if name in parts or len(parts) == (2 if "gate_up" in name else 1) * experts:
+                out[name_in_file(name, family)] = join_experts(name, [self.waiting.pop(part) for part in parts])
+        return out
 
     def finish(self, source: Path, tokenizer_source: Path, serving: Serving) -> None:
         """Write the last shard, then the final names, the index, config.json and the companions."""
@@ -355,7 +364,7 @@ class _ShardWriter:
             weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        config = {key: value for key, value in self.config.items() if key != "torch_dtype"} | {"dtype": self.dtype}
+        config = {key: value for key, value in self.config.items() if key not in ("torch_dtype", "quantization_config")} | {"dtype": self.dtype}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_companions(self.folder, source, tokenizer_source, serving)
 

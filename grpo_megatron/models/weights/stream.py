@@ -18,6 +18,7 @@ from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import (
     QKV,
     DeltaConvolution,
+    GateUp,
     HeadsNorm,
     Replicated,
     Vocabulary,
@@ -176,7 +177,8 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
     tokens, or none. With `rollout_ep` (1 or `rollout_tp`), a rank reads neighbouring experts whole, and nothing of the
-    others; and it stacks the experts of a layer. It reads a whole convolution, and keeps its parts of q, k and v. Without
+    others; and it stacks the experts of a layer. It reads a whole convolution, and keeps its parts of q, k and v. Of the biases
+    after the experts' sum over the ranks it reads all, and only the first rank keeps them. Without
     `reads_shards`, every rank reads everything, one by one.
     """
     tensors: dict[str, SyncTensor] = {}
@@ -187,6 +189,8 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             tensor = tensors[name] = SyncTensor(name, shape, row.axis)
             module, numbered, kind = name.partition(f".experts.{row.expert}.")
+            if row.expert is not None and arch.linear_bias and isinstance(row, GateUp):  # vLLM has their rows in turn
+                kind = "gate_up_proj" + kind[kind.index(".") :]
             if numbered and reads_shards:
                 stacks[name] = f"{module}.experts.{kind}"
             if not reads_shards:
@@ -196,7 +200,8 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
                 spans[name] = tuple((0, tensor.length if rank == owner else 0) for rank in range(rollout_tp))
             else:
                 spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
-            if isinstance(row, DeltaConvolution) and reads_shards and rollout_tp > 1:
+            is_on_one = isinstance(row, Replicated) and row.expert is not None and rollout_ep == 1  # a bias, after a sum
+            if (is_on_one or isinstance(row, DeltaConvolution)) and reads_shards and rollout_tp > 1:
                 unattested.add(name)
     return EngineTensors(tensors, spans, stacks, frozenset(unattested))
 

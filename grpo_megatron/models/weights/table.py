@@ -203,12 +203,16 @@ class OutputSplit(WeightRow):
 
 @dataclass(frozen=True)
 class GateUp(WeightRow):
-    """The first linear layer of SwiGLU, [size, hidden] twice. Every rank has [its part of gate; its part of up]."""
+    """The first linear layer of SwiGLU, [size, hidden] twice; or its bias, [size] twice.
+
+    Every rank has [its part of gate; its part of up].
+    """
 
     size: str = "ffn_hidden_size"
+    bias: bool = False
 
     def hf_shapes(self, arch: Architecture) -> tuple[tuple[int, ...], ...]:
-        return ((getattr(arch, self.size), arch.hidden_size),) * 2
+        return ((getattr(arch, self.size), *(() if self.bias else (arch.hidden_size,))),) * 2
 
     def slices(self, arch: Architecture, tp_rank: int, tp: int) -> tuple[Shard, ...]:
         size = getattr(arch, self.size) // tp
@@ -359,7 +363,10 @@ def _grouped_query(arch: Architecture) -> list[WeightRow]:
             rows.append(HeadsNorm(*names, size))
         elif arch.qk_norm:
             rows.append(Replicated(*names, "head_dim"))
-    return [*rows, InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size")]
+    if arch.sinks:
+        rows.append(HeadsVector(mcore + "core_attention.softmax_offset", (hf + "sinks",), "num_attention_heads"))
+    rows.append(InputSplit(mcore + "linear_proj.weight", (hf + "o_proj.weight",), "attention_size"))
+    return rows + ([Replicated(mcore + "linear_proj.bias", (hf + "o_proj.bias",))] if arch.linear_bias else [])
 
 
 def _delta_net(is_fused: bool) -> list[WeightRow]:
@@ -408,6 +415,12 @@ def _mlp(arch: Architecture, block: str, gate: str, up: str, down: str) -> list[
         GateUp(mcore_expert + "linear_fc1.weight", (f"{hf_expert}{gate}.weight", f"{hf_expert}{up}.weight")),
         InputSplit(mcore_expert + "linear_fc2.weight", (f"{hf_expert}{down}.weight",)),
     ]
+    if arch.linear_bias:
+        rows += [
+            Replicated(mcore + "router.bias", (hf + "gate.bias",), "num_experts"),
+            GateUp(mcore_expert + "linear_fc1.bias", (f"{hf_expert}{gate}.bias", f"{hf_expert}{up}.bias"), bias=True),
+            Replicated(mcore_expert + "linear_fc2.bias", (f"{hf_expert}{down}.bias",)),
+        ]
     if arch.shared_ffn_hidden_size:
         rows += _swiglu(
             "shared_ffn_hidden_size", "mlp.shared_experts.", "mlp.shared_expert." if arch.shared_gates else None

@@ -31,6 +31,8 @@ _EXPERT_KINDS: dict[str, tuple[str, str, int | None]] = {
     **dict.fromkeys(("up_proj", "w3"), _UP),
     **dict.fromkeys(("down_proj", "w2"), _DOWN),
 }
+# gpt-oss: rows of gate and up alternate, there are biases (w13_bias, w2_bias), and its loader takes one expert at a time.
+_ALTERNATING_KINDS = {"gate_up_proj": ("w13", "gpt_oss_w13", 0), "down_proj": ("w2", "gpt_oss_w2", 0)}
 _KEEP_BITS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")  # if they keep the shape
 _HOOKED = "_grpo_megatron_hooked"
 
@@ -51,10 +53,18 @@ class _Place:
     half: str | None = None  # vLLM's name for this part of a stack's parameter; None: one tensor, no stack
     first_expert: int = 0  # counted over the full model
 
+    @property
+    def alternates(self) -> bool:
+        """The stack has gate and up of each expert in turn, and the parameter their rows in turn."""
+        return self.half == "gpt_oss_w13"
+
     def digests(self, parameter: Tensor) -> Tensor:
         """Computes the digests [n] of this worker's span of each tensor, in the type in which it was sent."""
         (start, stop), axis = self.span, self.tensors[0].axis + 1
         stack = self._as_sent(parameter.detach())
+        if self.alternates:
+            parts = [stack[: len(self.tensors) // 2, part::2].narrow(1, 0, stop - start) for part in (0, 1)]
+            return torch.stack([group_digests(part, self.tensors[0], start) for part in parts], dim=1).flatten()
         stack = stack[None] if self.half is None else stack[: len(self.tensors)]
         offset = stack.shape[axis] // 2 if self.offset is None else self.offset
         return group_digests(stack.narrow(axis, offset, stop - start), self.tensors[0], start)
@@ -74,8 +84,27 @@ class _Place:
         """Calls the weight loader, which takes a stack [experts, *full shape of one]. Raises RuntimeError."""
         parameter: Any = getattr(self.layer, self.parameter)
         names = {"shard_id": self.half, "expert_id": self.first_expert, "return_success": True}
+        if self.half in ("gpt_oss_w13", "gpt_oss_w2"):
+            for expert, values in enumerate(self._alternating(stack) if self.alternates else stack):
+                names["expert_id"] = self.first_expert + expert
+                parameter.weight_loader(parameter, values.T if values.dim() > 1 else values, self.parameter, **names)
+            return
         if not parameter.weight_loader(parameter, stack, self.parameter, **names):
             raise RuntimeError(f"vLLM did not take {self.name} of {len(stack)} experts")
+
+    def _alternating(self, stack: Tensor) -> Tensor:
+        """Returns [experts, 2 x length of one, ...], of which twice the span has values, from gate and up of each expert."""
+        (start, stop), tensor = self.span, self.tensors[0]
+        double = SyncTensor(tensor.name, (2 * tensor.length, *tensor.shape[1:]), 0)
+        out = empty_group(len(stack) // 2, double, (2 * start, 2 * stop), stack.new_empty)
+        for part in (0, 1):
+            out[:, 2 * start + part : 2 * stop : 2] = stack[part::2, start:stop]
+        return out
+
+    def load_span(self, tensor: Tensor) -> None:
+        """Calls the weight loader with this worker's span."""
+        parameter: Any = getattr(self.layer, self.parameter)
+        parameter.weight_loader(parameter, tensor.narrow(self.tensors[0].axis, self.span[0], self.span[1] - self.span[0]))
 
     def _as_sent(self, tensor: Tensor) -> Tensor:
         """Undoes a cast to float32, unless it would change a value.
@@ -116,6 +145,8 @@ class EngineMemory:
         """Finds the places in a worker's `model`, for its tensor-parallel rank. Raises RuntimeError for unknown names."""
         self._places = list(_places(model, engine, engine_rank))
         self._of_expert = {t.name: place for place in self._places if place.half for t in place.tensors}
+        # vLLM copies sinks past their weight loader, which a weight update replaces.
+        self._sinks = {place.name: place for place in self._places if place.parameter == "sinks"}
         self._elsewhere = engine.groups.keys() - self._of_expert.keys()  # experts of other ranks
         self._arrived: dict[_Place, dict[str, Tensor]] = {}  # of stacks that are not complete
         self._of_layer: dict[int, list[_Place]] = {}
@@ -135,13 +166,15 @@ class EngineMemory:
         complete: list[tuple[_Place, Tensor]] = []
         for name, tensor in bucket:
             place = self._of_expert.get(name)
-            if place is None:
+            if name in self._sinks:
+                self._sinks[name].load_span(tensor)
+            elif place is None:
                 others += [(name, tensor)] if name not in self._elsewhere else []
-                continue
-            arrived = self._arrived.setdefault(place, {})
-            arrived[name] = tensor
-            if len(arrived) == len(place.tensors):
-                complete.append((place, place.stacked(self._arrived.pop(place))))
+            else:
+                arrived = self._arrived.setdefault(place, {})
+                arrived[name] = tensor
+                if len(arrived) == len(place.tensors):
+                    complete.append((place, place.stacked(self._arrived.pop(place))))
         load_others(others)
         for place, stack in complete:
             place.load(stack)
@@ -215,15 +248,18 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
     # A model with a tower has the decoder's names behind a prefix, which files do not have.
     modules = {name.removeprefix("language_model."): module for name, module in model.named_modules()}
     for name, module in list(modules.items()):
+        if name.endswith(".attn") and hasattr(module, "sinks"):  # gpt-oss has names of its own
+            modules |= {name.replace(".attn", ".self_attn"): module}
+            modules |= {f"{name[:-5]}.self_attn.{child}": inner for child, inner in module.named_modules() if child}
+        if name == "model.embedding":
+            modules["model.embed_tokens"] = module
         if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
     for unit, names in engine.units(engine_rank).items():
         tensors, span = [engine.tensors[name] for name in names], engine.spans[names[0]][engine_rank]
-        if names[0] in engine.unattested:
-            continue
         if names[0] in engine.groups:
             yield _expert_place(modules, unit, tensors, span)
-        else:
+        elif names[0] not in engine.unattested:
             yield _Place(unit, *_find(modules, unit, engine, engine_rank), tensors, span)
 
 
@@ -249,10 +285,13 @@ def _expert_place(
     modules: dict[str, nn.Module], stack: str, tensors: Sequence[SyncTensor], span: tuple[int, int]
 ) -> _Place:
     """Finds the place of a stack: model.layers.0.mlp.experts.gate_proj.weight. A worker's experts are neighbours."""
-    module, kind, _ = stack.rsplit(".", 2)
+    module, kind, weight_or_bias = stack.rsplit(".", 2)
     layer = modules.get(module)
     if layer is None or not hasattr(layer, "w13_weight"):
         raise RuntimeError(f"vLLM's model has no {module}: its memory cannot be compared with the weights sent")
-    parameter, half, offset = _EXPERT_KINDS[kind]
+    parameter, half, offset = _EXPERT_KINDS.get(kind, ("", "", 0))
+    if hasattr(layer, "w13_bias"):
+        parameter, half, offset = _ALTERNATING_KINDS[kind]
+        parameter = f"{parameter}_{weight_or_bias}"
     first_expert = int(tensors[0].name.removeprefix(f"{module}.").partition(".")[0])
     return _Place(stack, layer, parameter, offset, tensors, span, half, first_expert)

@@ -106,12 +106,20 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
             has_images=has_images,
         )
         arguments |= image_arguments() if has_images else {}
+        arguments["hf_overrides"] = _without_quantization  # weights arrive as the policy has them
         # A step that lacks room for an image divides its prompt, which only a GPU can. The largest image must always fit.
         prompts_per_step = 1 if device.is_cuda else rollout.sequences
         _load_model_class(setup.model_path, setup.max_model_len * prompts_per_step if has_images else 0)
         llm = vllm.LLM(model=str(setup.model_path), dtype=setup.dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
+
+
+def _without_quantization(config: Any) -> Any:
+    """Removes what config.json says of weights in its folder (gpt-oss: MXFP4), which the engine does not read."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def _import_vllm(device: Device) -> Any:
