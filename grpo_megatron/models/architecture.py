@@ -283,8 +283,10 @@ class Architecture:
     latent: Latent | None = None  # None: grouped-query attention
     delta: DeltaNet | None = None  # None: all layers have attention
     sinks: bool = False  # a learned logit per head takes part in every softmax of attention, with a value of 0
-    linear_bias: bool = False  # of the attention's output, the experts and their router; with `qkv_bias`, of every layer
-    swiglu_limit: float | None = _number(0.0, 1e6, default=None)  # of gate and up, before the SwiGLU of gpt-oss (see `megatron_fields`)
+    linear_bias: bool = (
+        False  # of the attention's output, the experts and their router; with `qkv_bias`, of every layer
+    )
+    swiglu_limit: float | None = _number(0.0, 1e6, default=None)  # bounds gate and up (see `megatron_fields`)
     vision: Vision | None = None  # None: it reads no images
     # Layers after the last one, which predict further tokens. They are not trained; exports have them as they were.
     num_extra_layers: int = _size(100, default=0)

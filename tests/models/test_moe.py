@@ -125,7 +125,7 @@ MODELS["gpt_oss"] = {
     "intermediate_size": 64,
     "num_local_experts": 8,
     "num_experts_per_tok": 3,
-    "sliding_window": 512,
+    "sliding_window": 16,
     "swiglu_limit": 0.05,  # which many gates reach
     "pad_token_id": None,
     "rope_parameters": {**DEEPSEEK_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},

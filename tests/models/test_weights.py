@@ -140,3 +140,26 @@ def test_engine_ranks_together_read_every_row(family: str, ranks: int) -> None:
             if name.rsplit(".", 2)[1] in ("k_proj", "v_proj"):
                 copies = max(1, ranks // arch.num_query_groups)
             assert covered.eq(copies).all(), name
+
+
+def test_experts_in_mxfp4_are_transformers(tmp_path: Path) -> None:
+    """Against transformers' own reader, which has [experts, inputs, outputs]. Scales may be in another file than their blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 12, 3, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(90, 160, (2, 12, 3), generator=generator, dtype=torch.uint8)
+    want, prefix = convert_moe_packed_tensors(blocks, scales), "model.layers.0.mlp.experts"
+    write_tensors(tmp_path / "a.safetensors", {f"{prefix}.gate_up_proj_blocks": blocks})
+    write_tensors(tmp_path / "b.safetensors", {f"{prefix}.gate_up_proj_scales": scales})
+    with SafetensorsFolder(tmp_path) as files:
+        assert {tensor.dtype for tensor in files.tensors.values()} == {"BF16"}
+        for expert in range(2):
+            for part, name in enumerate(("gate_proj", "up_proj")):
+                tensor = f"{prefix}.{expert}.{name}.weight"
+                assert torch.equal(files.slice(tensor)[:], want[expert].T[part::2])
+                assert files.tensors[tensor].shape == files.read(tensor).shape == (6, 96)
+    write_tensors(tmp_path / "b.safetensors", {f"{prefix}.gate_up_proj_scales": scales[:, :6].clone()})
+    assert SafetensorsFolder(tmp_path).tensors.keys() == {
+        f"{prefix}.gate_up_proj_{part}" for part in ("blocks", "scales")
+    }

@@ -1,4 +1,4 @@
-"""Decoders with grouped-query attention, which differ in a few fields of config.json: GLM, gpt-oss, Llama, Mistral, OLMo, Qwen."""
+"""Decoders with grouped-query attention, which differ in a few fields of config.json, from GLM to Qwen."""
 
 from __future__ import annotations
 
@@ -131,15 +131,22 @@ def _next_settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _oss_table(arch: Architecture) -> list[WeightRow]:
-    return [replace(row, hf=tuple(n.replace(".mlp.gate.", ".mlp.router.") for n in row.hf)) for row in decoder_table(arch)]
+    return [
+        replace(row, hf=tuple(n.replace(".mlp.gate.", ".mlp.router.") for n in row.hf)) for row in decoder_table(arch)
+    ]
 
 
 def _oss_settings(config: dict[str, Any]) -> dict[str, Any]:
     for key, value in (("swiglu_alpha", 1.702), ("attention_bias", True)):
         if config.get(key, value) != value:
             raise UnsupportedModel(f"gpt-oss with {key}={shown(config[key])} is not supported (supported: {value})")
-    limit = config.get("swiglu_limit") or 7.0
-    return {"swiglu_limit": limit, **expert_settings(config, width="intermediate_size", renormalise=True)}
+    windows = window_settings(config, lambda layer: layer % 2 == 0)
+    if windows and windows["full_layers"] != tuple(range(1, config["num_hidden_layers"], 2)):
+        raise UnsupportedModel(
+            f"gpt-oss with layer_types={shown(config['layer_types'])}: vLLM has sliding windows in every other layer"
+        )
+    experts = expert_settings(config, width="intermediate_size", renormalise=True)
+    return windows | experts | {"swiglu_limit": config.get("swiglu_limit") or 7.0}
 
 
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
@@ -148,9 +155,7 @@ DECODERS = {
     # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
     "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # gpt-oss, arXiv 2508.10925: sinks, biases everywhere, clamped SwiGLU. Files have the experts of a layer in one tensor.
-    "gpt_oss": _family(
-        window="", experts=_oss_settings, table=_oss_table, qkv_bias=True, linear_bias=True, sinks=True
-    ),
+    "gpt_oss": _family(experts=_oss_settings, table=_oss_table, qkv_bias=True, linear_bias=True, sinks=True),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
     # Llama's shapes. v0.1 has a sliding window in every layer.

@@ -78,6 +78,8 @@ class ExpertRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Maps [tokens, inputs / tp] to this rank's part of the output [tokens, outputs], and its share of the bias."""
         output, bias = super().forward(x)
+        if not self.explicit_expert_comm:  # a view, to which Megatron's MLP cannot add in place
+            output = output.clone()
         return output, bias / parallel_state.get_expert_tensor_parallel_world_size()
 
 
@@ -198,13 +200,13 @@ def _sink_kernel(
     q: Float[Tensor, "n H s d"],
     k: Float[Tensor, "n G t d"],
     v: Float[Tensor, "n G t d"],
-    sinks: Float[Tensor, "H"],
+    sinks: Tensor,
     *,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "n H s d"]:
-    """Attends also to a key before the others, whose logit is that of the head in `sinks`, and whose value is 0.
+    """Attends also to a key before the others, whose logit is that of the head in `sinks` [H], and whose value is 0.
 
     Keys and queries have one more dimension for it: that key is 1 there, other keys are 0, and a query is logit / scale.
     The kernels want a multiple of 8. A causal mask wants a query before the others, too.
@@ -293,7 +295,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class SinkAttention(PackedAttention):
-    """Attention with a learned logit per head (Megatron-Core's `softmax_type=learnable`): softmax over the keys and that logit."""
+    """Attention whose softmax is over the keys and a learned logit per head (Megatron-Core's `softmax_type=learnable`)."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

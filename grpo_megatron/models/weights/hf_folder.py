@@ -364,7 +364,9 @@ class _ShardWriter:
             weight_map = {t: name for name, tensors in zip(names, self.shards, strict=True) for t in tensors}
             index = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
             (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        config = {key: value for key, value in self.config.items() if key not in ("torch_dtype", "quantization_config")} | {"dtype": self.dtype}
+        config = {
+            key: value for key, value in self.config.items() if key not in ("torch_dtype", "quantization_config")
+        } | {"dtype": self.dtype}
         (self.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_companions(self.folder, source, tokenizer_source, serving)
 

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grpo_megatron.models.architecture import Architecture
-
 STACKED_FAMILIES = ("gpt_oss",)
 _STACK = re.compile(r"^(.+\.mlp\.experts)\.(gate_up|down)_proj(_bias|_blocks|)$")
 _PART = re.compile(r"^(.+\.mlp\.experts)\.\d+\.(gate|up|down)_proj\.(weight|bias)$")

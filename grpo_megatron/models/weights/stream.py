@@ -200,7 +200,9 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
                 spans[name] = tuple((0, tensor.length if rank == owner else 0) for rank in range(rollout_tp))
             else:
                 spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
-            is_on_one = isinstance(row, Replicated) and row.expert is not None and rollout_ep == 1  # a bias, after a sum
+            is_on_one = (
+                isinstance(row, Replicated) and row.expert is not None and rollout_ep == 1
+            )  # a bias, after a sum
             if (is_on_one or isinstance(row, DeltaConvolution)) and reads_shards and rollout_tp > 1:
                 unattested.add(name)
     return EngineTensors(tensors, spans, stacks, frozenset(unattested))

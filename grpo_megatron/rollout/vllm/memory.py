@@ -104,7 +104,9 @@ class _Place:
     def load_span(self, tensor: Tensor) -> None:
         """Calls the weight loader with this worker's span."""
         parameter: Any = getattr(self.layer, self.parameter)
-        parameter.weight_loader(parameter, tensor.narrow(self.tensors[0].axis, self.span[0], self.span[1] - self.span[0]))
+        parameter.weight_loader(
+            parameter, tensor.narrow(self.tensors[0].axis, self.span[0], self.span[1] - self.span[0])
+        )
 
     def _as_sent(self, tensor: Tensor) -> Tensor:
         """Undoes a cast to float32, unless it would change a value.
