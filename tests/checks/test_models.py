@@ -495,7 +495,7 @@ def test_one_start_shows_them_all(images_run: Path, capsys: pytest.CaptureFixtur
 
 # -- Families that a part of the run cannot compute --------------------------------------------------------------------
 
-V3, NEXT = ({**tiny.COMMON, **MODELS[name]} for name in ("deepseek_v3", "qwen3_next"))
+V3, NEXT, OSS = ({**tiny.COMMON, **MODELS[name]} for name in ("deepseek_v3", "qwen3_next", "gpt_oss"))
 OLMO = {**tiny.COMMON, **tiny.FAMILIES["olmo2"]}
 MISTRAL = {**tiny.COMMON, "model_type": "mistral", "sliding_window": 16}
 MODELS_PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
@@ -525,6 +525,8 @@ OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
         "have heads of 64 or 128, and config.json gives linear_key_head_dim=32",
     ),
     (NEXT, {**BF16, "rollout": {"engine": "transformers"}}, "no states of gated delta nets (qwen3_next); set rollout"),
+    (OSS, {}, None),
+    (OSS, FP8, "FP8 is not supported for attention sinks (gpt_oss)"),
     (NEXT, {**BF16, **FP8}, "FP8 is not supported for gated delta nets (qwen3_next)"),
     (
         NEXT,

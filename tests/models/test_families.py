@@ -163,6 +163,12 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
     ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
+    (
+        "gpt_oss",
+        {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        "vLLM has sliding windows in every other",
+    ),
+    ("gpt_oss", {"swiglu_alpha": 1.0}, "gpt-oss with swiglu_alpha=1.0 is not supported (supported: 1.702)"),
     ("qwen3_next", {"layer_types": ["linear_attention", *["full_attention"] * 3]}, "every n-th layer must have full"),
     ("qwen3_next", {"linear_num_value_heads": 6}, "6 value heads to 4 key heads of its gated delta nets"),
     ("qwen3_next", {"linear_conv_kernel_dim": 0}, "delta.kernel=0, not a positive integer"),

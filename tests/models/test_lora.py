@@ -55,10 +55,12 @@ SOME = {
 FAMILIES = {"llama2": {**ALL, "use_rslora": True}, "qwen2": SOME, "qwen3": ALL, "olmo2": ALL, "deepseek_v3": ALL}
 # The gate of shared experts, which PEFT's all-linear has too, has no adapter.
 NEXT = ["q_proj", "k_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "up_proj", "down_proj"]
-FAMILIES |= {"qwen3_next": {**ALL, "target_modules": NEXT}}
+FAMILIES |= {"qwen3_next": {**ALL, "target_modules": NEXT}, "gpt_oss": ALL}
 DENSE = [("qwen2", "merged", {}), ("qwen2", "split", {}), ("qwen3", "split", {}), ("qwen3", "merged", RECOMPUTE)]
 WHOLE = [("llama2", "merged", {}), ("olmo2", "merged", {})]
-EXPERTS_TOO = [(family, mode, {}) for family in ("deepseek_v3", "qwen3_next") for mode in ("merged", "split")]
+EXPERTS_TOO = [
+    (family, mode, {}) for family in ("deepseek_v3", "qwen3_next", "gpt_oss") for mode in ("merged", "split")
+]
 CASES = {  # layout -> (family, mode, override)
     "1": DENSE + WHOLE + EXPERTS_TOO,
     "TP2+SP": DENSE + WHOLE + EXPERTS_TOO,
@@ -244,7 +246,7 @@ def test_values_and_gradients_equal_peft(models: dict[str, Path], expected: dict
             norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
             assert result["norm"] == pytest.approx(norm, rel=1e-5)
             assert torch.equal(result["first"], result["base"]) and not torch.equal(result["logprobs"], result["base"])
-            files = load_file(models[family] / "model.safetensors")
+            files = tiny.read_tensors(models[family])
             for name, tensor in files.items():
                 assert torch.equal(result["served base"][name], tensor) and torch.equal(
                     result["served at first"][name], tensor

@@ -106,7 +106,8 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
             has_images=has_images,
         )
         arguments |= image_arguments() if has_images else {}
-        arguments["hf_overrides"] = _without_quantization  # weights arrive as the policy has them
+        if '"quantization_config"' in (Path(setup.model_path) / "config.json").read_text():
+            arguments["hf_overrides"] = _without_quantization
         # A step that lacks room for an image divides its prompt, which only a GPU can. The largest image must always fit.
         prompts_per_step = 1 if device.is_cuda else rollout.sequences
         _load_model_class(setup.model_path, setup.max_model_len * prompts_per_step if has_images else 0)
@@ -116,9 +117,8 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
 
 
 def _without_quantization(config: Any) -> Any:
-    """Removes what config.json says of weights in its folder (gpt-oss: MXFP4), which the engine does not read."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    """Removes what config.json says of weights in its folder (gpt-oss: MXFP4). The engine gets the policy's."""
+    del config.quantization_config
     return config
 
 
