@@ -225,7 +225,7 @@ def shrunk(family: str, root: Path) -> Path:
     """A model of the family with random weights."""
     if family in vision.TOWERS:
         return vision.make_model(root / family, family, max_position_embeddings=1024)
-    experts = GLM if family == "glm4_moe" else EXPERTS if family.endswith("_moe") else {}
+    experts = GLM if family == "glm4_moe" else EXPERTS if family.endswith("_moe") or family == "gpt_oss" else {}
     folder = tiny.make_model(root / family, "llama2", **{**SMALL, **experts, "model_type": family})
     (folder / "tokenizer.json").symlink_to(DATA / "tokenizers/torchtitan_test/tokenizer.json")
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end_of_text|>", "chat_template": TEMPLATE}
@@ -299,7 +299,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
     [
         ("qwen2_5_vl", ""),
         ("qwen3", ""),
-        *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe")),
+        *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe", "gpt_oss")),
     ],
 )
 def test_two_steps_of_a_shrunk_model(

@@ -137,7 +137,8 @@ def _oss_table(arch: Architecture) -> list[WeightRow]:
 
 
 def _oss_settings(config: dict[str, Any]) -> dict[str, Any]:
-    for key, value in (("swiglu_alpha", 1.702), ("attention_bias", True)):
+    """Returns windows and experts. vLLM has the two numbers of the SwiGLU, and the places of the windows, built in."""
+    for key, value in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0), ("attention_bias", True)):
         if config.get(key, value) != value:
             raise UnsupportedModel(f"gpt-oss with {key}={shown(config[key])} is not supported (supported: {value})")
     windows = window_settings(config, lambda layer: layer % 2 == 0)
@@ -145,8 +146,7 @@ def _oss_settings(config: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModel(
             f"gpt-oss with layer_types={shown(config['layer_types'])}: vLLM has sliding windows in every other layer"
         )
-    experts = expert_settings(config, width="intermediate_size", renormalise=True)
-    return windows | experts | {"swiglu_limit": config.get("swiglu_limit") or 7.0}
+    return windows | expert_settings(config, width="intermediate_size", renormalise=True)
 
 
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
@@ -155,7 +155,9 @@ DECODERS = {
     # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
     "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # gpt-oss, arXiv 2508.10925: sinks, biases everywhere, clamped SwiGLU. Files have the experts of a layer in one tensor.
-    "gpt_oss": _family(experts=_oss_settings, table=_oss_table, qkv_bias=True, linear_bias=True, sinks=True),
+    "gpt_oss": _family(
+        experts=_oss_settings, table=_oss_table, qkv_bias=True, linear_bias=True, sinks=True, swiglu_limit=7.0
+    ),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
     # Llama's shapes. v0.1 has a sliding window in every layer.
