@@ -10,7 +10,7 @@ from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.models.architecture import Architecture, DeltaNet
 from grpo_megatron.models.lora.peft_folder import PeftFolder
-from grpo_megatron.models.lora.table import ROUTERS, lora_rows, target_problem
+from grpo_megatron.models.lora.table import ROUTER_NAMES, lora_rows, target_problem
 from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.planning.layout import OVERRIDES, divisors, joined
 from grpo_megatron.rollout.vllm.versions import is_newest, recorder_problems
@@ -203,7 +203,7 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
         if archs[section].post_norms:
             yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {remedy}"
         rows = lora_rows(archs[section], lora).values()
-        if any(name.rpartition(".")[2] in ROUTERS for row in rows for name in row.layer_names):
+        if any(name.rpartition(".")[2] in ROUTER_NAMES for row in rows for name in row.layer_names):
             yield f"{key.mode}: a router's logits cannot be split from its choice of experts; {remedy}"
         if lora.dropout and megatron.tensor_model_parallel_size > 1 and not megatron.use_sequence_parallel:
             yield (

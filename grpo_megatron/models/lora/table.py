@@ -29,7 +29,7 @@ from grpo_megatron.sync.plan import Shard
 
 LORA_A, LORA_B = "lora_a", "lora_b"  # names of a module's parameters
 PEFT_PREFIX = "base_model.model."  # of every name in an adapter_model.safetensors
-ROUTERS = ("gate", "router")
+ROUTER_NAMES = ("gate", "router")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _is_target(name: str, lora: LoraConfig) -> bool:
     if matches(name, lora.exclude_modules):
         return False
     if lora.target_modules == "all-linear":
-        return name.rpartition(".")[2] not in ROUTERS
+        return name.rpartition(".")[2] not in ROUTER_NAMES
     return matches(name, lora.target_modules)
 
 
