@@ -287,7 +287,7 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> Float[Tensor, "t H v"]:
         """Attends: query [t, H, d], key [t, G, d] and value [t, G, v], all sequences end to end -> [t, H, v]."""
-        options = {"window": self.window, "scale": self.softmax_scale, "sinks": self.softmax_offset}
+        options: dict[str, Any] = {"window": self.window, "scale": self.softmax_scale, "sinks": self.softmax_offset}
         if isinstance(tree := packed_seq_params, TreeParams):
             return tree_attention(query, key, value, tree.branches, **options)
         cuts = packed_seq_params.cu_seqlens_q
