@@ -118,7 +118,8 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
 
 def _without_quantization(config: Any) -> Any:
     """Removes what config.json says of weights in its folder (gpt-oss: MXFP4). The engine gets the policy's."""
-    del config.quantization_config
+    if hasattr(config, "quantization_config"):  # vLLM asks first with a config that has no fields
+        del config.quantization_config
     return config
 
 
