@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.registry import Registry
-from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
+from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -356,7 +356,7 @@ def assign_rows(
     else:
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
-    metrics = _group_metrics(table)
+    metrics = _group_metrics(table.joined())
     plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
@@ -486,31 +486,28 @@ def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
 def row_weights(
     mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
-    """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows."""
+    """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows.
+
+    The rows of one trajectory, which are in one mini-batch, count as one.
+    """
     norm_length = actor.loss_scale_factor or float(max_response_length)
     num_tokens = table.num_kept_tokens or table.num_loss_tokens()
-    weights = [0.0] * len(table)
+    trajectories = table.trajectories()
+    weights = [0.0] * len(trajectories)
     for mini in range(len(mini_batches[0])):
-        rows = [row for row in _rows_on_all_ranks(mini_batches, mini) for _ in range(copies[row])]
-        mini_weights = token_weights(actor.loss_agg_mode, [num_tokens[row] for row in rows], norm_length)
-        for row, weight in zip(rows, mini_weights, strict=True):
-            weights[row] += weight
-    return weights
+        present = set(_rows_on_all_ranks(mini_batches, mini))
+        counts = {i: sum(num_tokens[row] for row in rows if row in present) for i, rows in enumerate(trajectories)}
+        numbers = [i for i, count in counts.items() if count for _ in range(copies[trajectories[i][-1]])]
+        mini_weights = token_weights(actor.loss_agg_mode, [counts[i] for i in numbers], norm_length)
+        for i, weight in zip(numbers, mini_weights, strict=True):
+            weights[i] += weight
+    return table.spread(weights)
 
 
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
-    """Per row. The estimator compares trajectories; a branch has the advantage of its trajectory, however many there are."""
-    own = table.without_branches()
-    if own is table:
-        return _estimated(table, algorithm, trainable)
-    can_train = [trainable[row] for row, index in enumerate(table.index) if index < BRANCH]
-    found = dict(zip(zip(own.prompt_index, own.index, strict=True), _estimated(own, algorithm, can_train), strict=True))
-    if any(isinstance(value, list) for value in found.values()):
-        raise ValueError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator!r} gives one advantage per token, and a trajectory with"
-            " branches needs one for all of them; set adv_estimator=grpo, or rollout.multi_turn.kwargs.branches=refuse"
-        )
-    return [found[prompt, index % BRANCH] for prompt, index in zip(table.prompt_index, table.index, strict=True)]
+    """Per row. The estimator compares trajectories: the sequences of one are one response to it, however many they are."""
+    can_train = [any(trainable[row] for row in rows) for rows in table.trajectories()]
+    return table.spread(_estimated(table.joined(), algorithm, can_train))
 
 
 def _estimated(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:

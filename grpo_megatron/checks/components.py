@@ -11,14 +11,14 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
-from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.losses import loss_facts, policy_losses
 from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.methods import methods
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
-from grpo_megatron.data.tokenizer import TurnRenderer
+from grpo_megatron.data.tokenizer import STABLE_CHATML, TurnRenderer
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
@@ -397,5 +397,14 @@ def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[in
         stop_token_ids=rollout.stop_token_ids,
         end_token_ids=end_token_ids,
     )
-    renderer.check()
+    renderer.check(may_rewrite=rollout.multi_turn.history == "own")
+    k = keys_of(config)
+    several = f"{k.rollout.multi_turn.history}: this chat template changes earlier turns, which begins new sequences"
+    if renderer.rewrites and config.actor.share_prompts:
+        raise ConfigError(f"{several}, and a group has several prompts; set {k.actor.share_prompts:key}=false")
+    if renderer.rewrites and loss_facts(config.actor).paired:
+        raise ConfigError(
+            f"{several}, and {k.actor.loss_mode!r} compares pairs of one each; set history=keep_thinking and"
+            f" data.chat_template={STABLE_CHATML}"
+        )
     return CheckedEnvironment(renderer, environment.gives_rewards)
