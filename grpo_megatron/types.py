@@ -154,6 +154,11 @@ class Sample:
         )
 
 
+def is_shared(size: int, prompt_length: int) -> bool:
+    """Says if a row whose prompt has its first `size` tokens from another row computes only the others."""
+    return 0 < prompt_length <= 2 * size
+
+
 TokenSpan = tuple[int, int]  # response tokens [start, end)
 
 
@@ -171,6 +176,9 @@ class GroupTable:
     response_length: list[int]  # all response tokens, in the loss or not
     truncated: list[bool]
     holder: list[int]  # global rank that holds the tokens
+    shared_length: list[int] = field(
+        default_factory=list
+    )  # of its prompt, with the trajectory's last row; empty: one row each
     raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
     turn_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # parts of `reward`: (last token, reward)
@@ -353,7 +361,7 @@ class Batch:
     token_weights: Tensor  # float32 [B, R], 0 outside the loss mask
     mini_batches: MiniBatches  # rows of this batch
     num_forward_only: list[int] = field(default_factory=list)  # of each mini-batch; see Plan
-    shares_prompts: bool = False  # consecutive rows of a micro-batch with equal prompts share its tokens
+    shares_prompts: bool = False  # consecutive rows of a micro-batch share the tokens that their prompts begin with
     rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

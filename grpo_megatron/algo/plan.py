@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.registry import Registry
-from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batch
+from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -43,9 +43,9 @@ from grpo_megatron.types import GroupTable, MiniBatches, Plan, rows_of_mini_batc
 # The cost is used where attention is at least a tenth of the mini-batch's. Elsewhere it is s: balanced tokens are balanced
 # memory too. Packing is by tokens in either case, since they are what fills a device.
 #
-# Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
-# (models/forward.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
-# heaviest rank gets lighter by them: they are larger, so ranks may be less even.
+# Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, or of one trajectory, which share a copy
+# of what their prompts begin with (models/forward.py). Its later rows are without these tokens, and cost the less. The plan
+# takes such units if the heaviest rank gets lighter by them: they are larger, so ranks may be less even.
 #
 # A row without a gradient (`forward_only_at_zero_advantage`) needs no backward pass, which costs twice the forward pass. Such
 # rows get micro-batches of their own, the last ones of a mini-batch, if that is cheaper. A micro-batch counts 3 with a
@@ -165,29 +165,38 @@ def _lighter(
         return whole
     merged, shared = [merge_prompts(units, table, actor, silent) for units in minis], [0] * len(table)
     for unit in itertools.chain.from_iterable(merged):
-        for row in unit[1:]:  # the first row of the unit computes the prompt
-            shared[row] = table.prompt_length[row]
+        for row in unit[1:]:  # the first row of the unit computes the tokens
+            shared[row] = shared_with_first(table, row)
     own = [s - p for s, p in zip(lengths, shared, strict=True)]
     sharing = assign(merged, dp, own, cost.of(lengths, table.response_length, shared), actor, silent)
     return replace(sharing, shares_prompts=True) if sharing.heaviest() < whole.heaviest() else whole
 
 
+def shared_with_first(table: GroupTable, row: int) -> int:
+    """The tokens that a row shares with the first row of its unit: its prompt, or what its trajectory's end begins with."""
+    return table.shared_length[row] if table.shared_length else table.prompt_length[row]
+
+
 def merge_prompts(
     units: list[Unit], table: GroupTable, actor: ActorConfig, forward_only: Collection[int] = ()
 ) -> list[Unit]:
-    """Units of one row each -> units of rows that share one copy of their prompt, as many as a micro-batch has room for."""
+    """Units of one row each -> units of rows that share their first tokens, as many as a micro-batch has room for."""
+
+    def kind_of(row: int) -> tuple[bool, int, int]:
+        return row in forward_only, table.prompt_index[row], table.index[row] % BRANCH if table.shared_length else 0
+
     most = actor.ppo_micro_batch_size_per_gpu or len(units)
     merged: list[Unit] = []
     kind, room = None, 0
-    for [row] in sorted(units, key=lambda unit: (unit[0] in forward_only, unit)):
-        response = table.response_length[row]
-        if kind == (table.prompt_index[row], row in forward_only) and response <= room and len(merged[-1]) < most:
+    for [row] in sorted(units, key=lambda unit: (kind_of(unit[0]), unit)):
+        shared, length = shared_with_first(table, row), table.prompt_length[row] + table.response_length[row]
+        fits = kind == kind_of(row) and length - shared <= room and len(merged[-1]) < most
+        if fits and is_shared(shared, table.prompt_length[row]):
             merged[-1].append(row)
+            room -= length - shared
         else:
             merged.append([row])
-            kind = table.prompt_index[row], row in forward_only
-            room = actor.ppo_max_token_len_per_gpu - table.prompt_length[row]
-        room -= response
+            kind, room = kind_of(row), actor.ppo_max_token_len_per_gpu - length
     return merged
 
 

@@ -365,8 +365,6 @@ def environment_problems(config: Config) -> Problems:
             f"rollout.multi_turn.kwargs.temperature={temperature} is what requests of the program may name, and"
             f" {k.rollout.temperature!r}; set it to that"
         )
-    if multi_turn.kwargs.get("branches") == "samples" and config.actor.share_prompts:
-        yield f"{key} with kwargs.branches=samples gives a group several prompts; set {k.actor.share_prompts:key}=false"
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"
@@ -399,12 +397,9 @@ def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[in
     )
     renderer.check(may_rewrite=rollout.multi_turn.history == "own")
     k = keys_of(config)
-    several = f"{k.rollout.multi_turn.history}: this chat template changes earlier turns, which begins new sequences"
-    if renderer.rewrites and config.actor.share_prompts:
-        raise ConfigError(f"{several}, and a group has several prompts; set {k.actor.share_prompts:key}=false")
     if renderer.rewrites and loss_facts(config.actor).paired:
         raise ConfigError(
-            f"{several}, and {k.actor.loss_mode!r} compares pairs of one each; set history=keep_thinking and"
-            f" data.chat_template={STABLE_CHATML}"
+            f"{k.rollout.multi_turn.history}: this chat template changes earlier turns, which begins new rows, and"
+            f" {k.actor.loss_mode!r} compares pairs of one each; set history=keep_thinking, data.chat_template={STABLE_CHATML}"
         )
     return CheckedEnvironment(renderer, environment.gives_rewards)

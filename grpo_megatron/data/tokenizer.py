@@ -6,7 +6,6 @@ A tokenizer is loaded from the files of a Hugging Face folder, never from the ne
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import re

@@ -72,22 +72,24 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
 def test_a_template_that_changes_earlier_turns(workspace: Path, tmp_path: Path, estimator: str) -> None:
     """Its trajectories are several rows, with rewards of turns: the same samples, and weights, on one rank and on four."""
-    drawn, weights = [], []
+    drawn, weights, norms = [], [], []
     for world in (1, 4):
         raw = settings(workspace, tmp_path / str(world), world, "Judge", template=REWRITING)  # type: ignore[arg-type]
         raw["algorithm"], raw["reward"] = {"adv_estimator": estimator}, {}
         raw["trainer"]["total_training_steps"] = 1
+        raw["actor"]["share_prompts"] = world == 4 and estimator != "gae"
         if estimator == "gae":
             raw["critic"] = {"optim": {"lr": 1e-3}}
         results = worlds.run(run_ranks.train, world, raw=raw)
         drawn.append(without_rewards(run_ranks.all_samples(results)))
         weights.append(results[0]["weights"])
         [row] = metric_rows(tmp_path / str(world))
+        norms.append(row["actor/grad_norm"])
         assert row["training/rollout_logp_diff_max"] <= 1e-5
         assert 1.2 < row["trajectory/sequences/mean"] <= row["trajectory/turns/mean"]
-    assert drawn[0] == drawn[1]
+    assert drawn[0] == drawn[1] and norms[0] == pytest.approx(norms[1], rel=1e-4)
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-5)  # Adam's first steps
 
 
 def test_an_agent_of_openais_api_is_recorded_token_by_token(workspace: Path, tmp_path: Path) -> None:
