@@ -236,7 +236,7 @@ class GroupTable:
         ]
 
     def spread(self, of_trajectories: Sequence[Any]) -> list[Any]:
-        """What `joined` has found per trajectory, for each row: the same number, or its own part of a list of tokens."""
+        """Gives each row the number that was found for its trajectory in `joined`, or its own part of a list of tokens."""
         values: list[Any] = [None] * len(self)
         for rows, value in zip(self.trajectories(), of_trajectories, strict=True):
             start = 0

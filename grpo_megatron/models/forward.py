@@ -93,7 +93,7 @@ class _Sequence(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a row shares with the whole row before it in a pack: its first `size` tokens. 0: it is whole itself."""
+    """A row's first `size` tokens, which it shares with the whole row before it in a pack. 0: it is whole itself."""
 
     size: int
     routes: Tensor | None  # of the tokens that it adds; those of shared tokens are known if any row's are
