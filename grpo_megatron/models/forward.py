@@ -100,7 +100,7 @@ class Share(NamedTuple):
 
 
 def shares_of(batch: Batch, rows: list[int]) -> list[Share]:
-    """How many tokens each of `rows` shares; 0 for all without `shares_prompts`.
+    """Counts the tokens that each of `rows` shares; 0 for all without `shares_prompts`.
 
     A row is whole where less than half of its prompt would be shared (`types.is_shared`), and where its known routes of the
     shared tokens are others than theirs: one copy has one choice of experts.

@@ -66,7 +66,7 @@ def table_part(samples: Sequence[Sample]) -> TablePart:
 
 
 def _num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """How many tokens both begin with."""
+    """Counts the tokens that both begin with."""
     return bisect.bisect_left(range(1, min(len(first), len(second)) + 1), True, key=lambda n: first[:n] != second[:n])
 
 
