@@ -551,7 +551,7 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     """Shares of prompts without a gradient, and of samples without a reward.
 
     all_best and all_worst: every scorable reward of the prompt equals the highest (lowest) of the step. With rewards 0
-    and 1 these are the prompts that are too easy and too hard. Both shares are 1 when the whole step has one reward.
+    and 1 these are the prompts that are too easy and too hard. Where the whole step has one reward they are absent.
     """
     groups = table.groups()
     if not groups:
@@ -559,11 +559,11 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     scorable = [r for r in table.reward if math.isfinite(r)]
     best, worst = {max(scorable, default=0.0)}, {min(scorable, default=0.0)}
     values = [{table.reward[row] for row in rows if math.isfinite(table.reward[row])} for rows in groups]
+    extremes = {"critic/all_best_ratio": best, "critic/all_worst_ratio": worst} if best != worst else {}
     return {
         "critic/zero_variance_ratio": 1.0 - sum(len(v) > 1 for v in values) / len(groups),
-        "critic/all_best_ratio": sum(v == best for v in values) / len(groups),
-        "critic/all_worst_ratio": sum(v == worst for v in values) / len(groups),
         "critic/unscorable_ratio": 1.0 - len(scorable) / len(table),
+        **{name: sum(v == extreme for v in values) / len(groups) for name, extreme in extremes.items()},
     }
 
 

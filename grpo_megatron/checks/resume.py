@@ -35,8 +35,8 @@ from grpo_megatron.untrusted import ReadError, redacted
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (
-    "put the old value back; or start a new run from these weights: `grpo-megatron convert to-hf` makes a model folder"
-    " of a checkpoint, for model.path of another trainer.output_dir"
+    "start a new run in another trainer.output_dir (with these weights: `grpo-megatron convert to-hf` makes a folder for"
+    " model.path of a checkpoint), or put the old value back"
 )
 
 
@@ -163,7 +163,8 @@ OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weight
 START = 4
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # my.module:function
 ACCEPTING = (
-    "put the old one back; start a new run in another trainer.output_dir; or set trainer.accept_changed_inputs=true"
+    "start a new run in another trainer.output_dir; put the old one back; or go on with it:"
+    " trainer.accept_changed_inputs=true"
 )
 Recorded = dict[str, dict[str, dict[str, Any]]]  # key of the config -> file, or module:function -> {size, sha256}
 

@@ -184,10 +184,12 @@ def _explain(error: Any) -> str:
     """Explains one pydantic error in a line; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.translation import MEANT, SAME_NAME, explained, known_elsewhere
+        from grpo_megatron.migration.translation import MEANT, SAME_NAME, explained, known_elsewhere, with_words_of
 
-        known = _fields_at(error["loc"][:-1])
-        close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
+        known, leaf = _fields_at(error["loc"][:-1]), str(error["loc"][-1])[:100]
+        close = (with_words_of(leaf, known) if len(error["loc"]) > 1 else []) or difflib.get_close_matches(
+            leaf, known, n=1
+        )
         elsewhere = known_elsewhere(location)
         if close and (elsewhere is None or elsewhere.startswith(SAME_NAME)):  # of this section first
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"

@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -511,4 +511,13 @@ def known_elsewhere(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     same = [name for name in names if section and name.endswith(f".{leaf}")]
     same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same
-    return f"{SAME_NAME} {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None
+    if 0 < len(same) <= 3:
+        return f"{SAME_NAME} {' and '.join(map(repr, same))}"
+    alike = with_words_of(leaf, names) if not section else []
+    return f"{MEANT} {' or '.join(map(repr, alike[:MAX_HINTS]))}?" if alike else None
+
+
+def with_words_of(key: str, names: Sequence[str]) -> list[str]:
+    """The names whose last part has all words of a key: total_training_steps for total_steps."""
+    words = set(key.split("_"))
+    return [name for name in names if words <= set(name.rpartition(".")[2].split("_"))]

@@ -113,6 +113,9 @@ def test_group_metrics() -> None:
     assert metrics["critic/all_best_ratio"] == pytest.approx(1 / 5)
     assert metrics["critic/all_worst_ratio"] == pytest.approx(2 / 5)
     assert metrics["critic/unscorable_ratio"] == pytest.approx(1 / 10)
+    assert (
+        not {"critic/all_best_ratio", "critic/all_worst_ratio"} & plan_of(make_table([[(1, 1, 1)] * 2])).metrics.keys()
+    )
 
 
 def short(table: GroupTable, config: AlgorithmConfig) -> list[float]:

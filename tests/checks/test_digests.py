@@ -91,7 +91,10 @@ def test_changed_inputs_are_refused_by_name_or_accepted(
     change(begun / name)
     [problem] = texts(input_problems(config_of(begun), prints=True))
     assert problem.startswith(f"{key}: {begun / name}" if change is not copy_beside else f"{key}: {begun}/model/")
-    assert text in problem and f"since {begun}/out/checkpoints/step_000002; put the old one back;" in problem
+    assert (
+        text in problem
+        and f"since {begun}/out/checkpoints/step_000002; start a new run in another trainer.output_dir;" in problem
+    )
     assert not capsys.readouterr().out
     assert not list(input_problems(config_of(begun, accept_changed_inputs=True), prints=True))
     printed = capsys.readouterr().out

@@ -244,6 +244,21 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     assert [line.split()[0] for line in files.splitlines()] == [str(tmp_path / name) for name in names]
 
 
+@pytest.mark.parametrize("norms", [(0.0, None), (0.0, 0.5)])
+def test_a_run_that_has_learnt_nothing_says_so(tmp_path: Path, norms: tuple[float | None, ...]) -> None:
+    """A step without a gradient norm was skipped."""
+    stream, columns = io.StringIO(), console_columns(None)
+    with build_sinks(config(tmp_path, "jsonl")) as sinks:
+        for step, norm in enumerate(norms):
+            row = {"actor/skipped_updates": 0.0, "critic/zero_variance_ratio": 1.0}
+            sinks.log(step, row | ({} if norm is None else {"actor/grad_norm": norm}))
+    with build_sinks(config(tmp_path, "console"), first_step=2, stream=stream) as sinks:
+        Summary(tmp_path).show(sinks)
+    assert ("no step has moved the weights" in stream.getvalue()) == (norms[1] is None)
+    ConsoleSink(2, stream=stream, columns=columns).log(0, row | {"actor/grad_norm": 0.0})
+    assert "no update: the gradient is 0" in stream.getvalue()
+
+
 ROLLOUT = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "engine_options": {"kv_cache_gib": 2}}
 ON_CPU = " --kv-cache-memory-bytes 2147483648 --enforce-eager"
 
