@@ -262,12 +262,17 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False  # of every head alone
     post_norms: bool = False  # norms after attention and MLP, none before them; q and k norms over all heads together
+    sandwich_norms: bool = False  # norms before and after attention and MLP
     rope_factor: float | None = _number(1.0, 1e6, default=None)
     rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
     rotary_share: float = _number(1e-3, 1.0, default=1.0)  # the first of a head's dimensions, which rotate
     sliding_window: int | None = _size(1 << 40, default=None)  # a token sees so many tokens, itself among them
     full_layers: tuple[int, ...] = ()  # the layers, from 0, that have no window
+    local_rope_theta: float | None = _number(1.0, 1e15, default=None)  # of layers with a window, without scaling
+    query_scalar: float | None = _number(1e-3, 1e9, default=None)  # logits are divided by its root; None: head_dim
+    scaled_embedding: bool = False  # by the root of hidden_size, in the type of the weights
+    gelu: bool = False  # of the MLP's gate, in tanh's approximation, in place of SiLU
     num_experts: int = _size(_HEADS, default=0)  # 0: dense
     experts_per_token: int = _size(_HEADS, default=0)
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
@@ -322,7 +327,12 @@ class Architecture:
     @property
     def local_reason(self) -> str | None:
         """Names what this model has and Transformer Engine's layers, FP8 and context parallelism here have not; None: nothing."""
-        return "gated delta nets" if self.delta else "norms after attention and MLP" if self.post_norms else None
+        return "gated delta nets" if self.delta else "norms after attention and MLP" if self.has_norms_after else None
+
+    @property
+    def has_norms_after(self) -> bool:
+        """Attention and MLP have a norm of their output."""
+        return self.post_norms or self.sandwich_norms
 
     def padded_vocab_size(self, tp: int) -> int:
         """Returns the rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
@@ -355,7 +365,8 @@ class Architecture:
         tower = self.vision.num_parameters(h) if self.vision else 0
         linear = self.num_linear_layers
         mlps += linear * (self.delta.num_parameters(h) - attention) if self.delta is not None else 0
-        return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
+        norms = (4 if self.sandwich_norms else 2) * h
+        return self.num_layers * (attention + norms) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 
 def megatron_fields(arch: Architecture) -> dict[str, Any]:

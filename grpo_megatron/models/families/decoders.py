@@ -1,4 +1,4 @@
-"""Decoders with grouped-query attention, which differ in a few fields of config.json: GLM, Llama, Mistral, OLMo, Qwen."""
+"""Decoders with grouped-query attention, which differ in a few fields of config.json: Gemma, GLM, Llama, Mistral, OLMo, Qwen."""
 
 from __future__ import annotations
 
@@ -130,9 +130,69 @@ def _next_settings(config: dict[str, Any]) -> dict[str, Any]:
     return routed | shared | _delta_settings(config, is_fused=True)
 
 
+_GEMMA3: dict[str, Any] = {  # what the published files leave out: the defaults of transformers
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window_pattern": 6,
+}
+
+
+def _gemma3(config: dict[str, Any]) -> Architecture:
+    config = _GEMMA3 | {key: value for key, value in config.items() if value is not None}
+    for key in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(key):
+            raise UnsupportedModel(f"Gemma 3 with {key}={shown(config[key])} is not supported")
+    if config["hidden_activation"] != _GEMMA3["hidden_activation"]:
+        raise UnsupportedModel(f"Gemma 3 with hidden_activation={shown(config['hidden_activation'])} is not supported")
+    of_types = config.get("rope_parameters") or {}
+    rope = {
+        "rope_theta": config.get("rope_theta", 1e6),
+        **config.get("rope_scaling", {}),
+        **(of_types.get("full_attention") or {}),
+    }
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(of_types.get("sliding_attention") or {})}
+    for kind, parameters, supported in (("full", rope, ("default", "linear")), ("sliding", local, ("default",))):
+        if parameters.get("rope_type", "default") not in supported:
+            raise UnsupportedModel(
+                f"Gemma 3 with RoPE scaling {shown(parameters['rope_type'])} of its layers with {kind} attention is not"
+                f" supported (supported: {', '.join(supported)})"
+            )
+    pattern = config["sliding_window_pattern"]
+    windows = window_settings(config, lambda layer: (layer + 1) % pattern != 0)
+    return Architecture(
+        family=config["model_type"],
+        tied=config["tie_word_embeddings"],
+        qk_norm=True,
+        centred_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        gelu=True,
+        query_scalar=config["query_pre_attn_scalar"],
+        local_rope_theta=float(local["rope_theta"]) if windows else None,
+        **common_settings({**config, "hidden_act": "silu", "rope_scaling": None, "rope_parameters": rope}),
+        **windows,
+    )
+
+
+def _with_tower(config: dict[str, Any]) -> Architecture:
+    raise UnsupportedModel(
+        f"model_type={config['model_type']}: its vision tower is not supported; save the text model alone (docs/models.md)"
+    )
+
+
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
+    # arXiv 2503.19786: windows in five of six layers, with a base of RoPE of their own; norms before and after.
+    "gemma3": ModelFamily(_with_tower),
+    "gemma3_text": ModelFamily(_gemma3),
     # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
     "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
