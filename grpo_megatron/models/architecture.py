@@ -303,13 +303,13 @@ class Architecture:
 
     @property
     def has_extras(self) -> bool:
-        """Files may have tensors of layers after the last one."""
+        """Files may have tensors that are not trained."""
         return self.num_extra_layers > 0 or self.delta is not None
 
     def is_extra(self, tensor_name: str) -> bool:
-        """Returns whether a Hugging Face tensor belongs to a layer after the last."""
+        """Returns whether a Hugging Face tensor belongs to a layer after the last, or to a tower that is not read."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
-        return tensor_name.startswith((*names, *(["mtp."] if self.delta is not None else [])))
+        return tensor_name.startswith((*names, *(["mtp.", "visual."] if self.delta is not None else [])))
 
     def is_linear(self, layer: int) -> bool:
         """Returns whether a layer, counted from 0, has a gated delta net instead of attention."""
@@ -543,7 +543,7 @@ def common_settings(config: dict[str, Any], rotary: float | None = None) -> dict
     heads = config["num_attention_heads"]
     return {
         "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": config["intermediate_size" if "intermediate_size" in config else "moe_intermediate_size"],
         "num_layers": config["num_hidden_layers"],
         "num_attention_heads": heads,
         "num_query_groups": config.get("num_key_value_heads") or heads,

@@ -27,8 +27,10 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """The same architecture with small sizes, unquantised."""
-    if "text_config" in config and "vision_config" in config:  # Qwen3-VL
-        text = shrunk(config["text_config"]) | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}}
+    if "text_config" in config and "vision_config" in config:  # Qwen3-VL and Qwen3.5
+        text = shrunk(config["text_config"])
+        if "rope_scaling" in text:
+            text["rope_scaling"] = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
         tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         return {**config, "text_config": text, "vision_config": {**config["vision_config"], **tower}}
@@ -39,6 +41,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         ("num_experts", 4),
         ("num_local_experts", 4),
         ("num_experts_per_tok", 2),
+        ("full_attention_interval", 2),
     ):
         if key in config:
             changes[key] = size

@@ -115,6 +115,9 @@ COUNTS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen3.5-27B": 26_895_998_464,  # the decoder
+    "Qwen3.5-35B-A3B": 34_660_610_688,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,  # without the layers that predict a further token
 }
 

@@ -1,7 +1,8 @@
 """Mixtures of experts: logprobs equal transformers' in every layout; gradients, updates and streams equal one rank's.
 
 One world per layout runs all models: Qwen3-MoE with and without renormalised probabilities, Mixtral, DeepSeek-V2 and V3, GLM-4.5,
-Qwen3-Next.In DeepSeek's models here, the score of a group of experts is not that of Megatron-Core's own selection.
+Qwen3-Next, Qwen3.5 with experts and without. In DeepSeek's models here, the score of a group of experts is not that of
+Megatron-Core's own selection.
 transformers has experts fused in memory, but writes the hub's format, one tensor per expert.
 """
 
@@ -119,6 +120,13 @@ MODELS["qwen3_next"] = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
 }
+QWEN35 = {name: value for name, value in MODELS["qwen3_next"].items() if name != "norm_topk_prob"}
+MODELS["qwen3_5_moe"] = {**QWEN35, "model_type": "qwen3_5_moe_text"}
+MODELS["qwen3_5"] = {  # dense
+    **{name: value for name, value in QWEN35.items() if "exp" not in name and "moe" not in name},
+    "model_type": "qwen3_5_text",
+}
+DELTA = [name for name in MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 LAYOUTS = {
     name: layout._replace(sp=None) for name, layout in policies.LAYOUTS.items()
 }  # Megatron-Core wants it with experts
@@ -238,9 +246,9 @@ def test_every_layout_is_the_same_model(
     folders: list[Path], expected: list[list[torch.Tensor]], single: list[dict[str, Any]], layout: str
 ) -> None:
     """Logprobs equal transformers', the stream after loading equals the files bitwise, training equals one rank's."""
-    shape = LAYOUTS[layout]
-    for results in [single] if layout == "1" else everything(shape.world, folders=folders, layout=shape):
-        for folder, wanted, one, got in zip(folders, expected, single, results, strict=True):
+    shape, chosen = LAYOUTS[layout], folders[: -1 if "EP" in layout else None]  # the last has no experts
+    for results in [single] if layout == "1" else everything(shape.world, folders=chosen, layout=shape):
+        for folder, wanted, one, got in zip(chosen, expected, single, results, strict=False):
             close_rows(got["logprobs"], wanted, folder.name)
             files = load_file(folder / "model.safetensors")
             assert got["loaded"].keys() == files.keys()
@@ -258,14 +266,16 @@ def test_gated_delta_nets_and_gated_attention_are_cut_by_heads(
     folders: list[Path], expected: list[list[torch.Tensor]], single: list[dict[str, Any]], layout: str
 ) -> None:
     """With more ranks than attention has key heads, too. The packs of `everything` have several rows."""
-    index = list(MODELS).index("qwen3_next")
-    one, files = single[index], load_file(folders[index] / "model.safetensors")
-    for [got] in everything(LAYOUTS[layout].world, folders=folders[index : index + 1], layout=LAYOUTS[layout]):
-        assert got["loaded"].keys() == files.keys()
-        same(got["loaded"], files)
-        close_rows(got["logprobs"], expected[index])
-        close(got["gradients"], one["gradients"], 2e-5)
-        close(got["updated"], one["updated"], 1e-5)
+    some = [list(MODELS).index(name) for name in DELTA]
+    chosen = [folders[index] for index in some]
+    for results in everything(LAYOUTS[layout].world, folders=chosen, layout=LAYOUTS[layout]):
+        for index, folder, got in zip(some, chosen, results, strict=True):
+            one, files = single[index], load_file(folder / "model.safetensors")
+            assert got["loaded"].keys() == files.keys()
+            same(got["loaded"], files)
+            close_rows(got["logprobs"], expected[index])
+            close(got["gradients"], one["gradients"], 2e-5)
+            close(got["updated"], one["updated"], 1e-5)
 
 
 @pytest.mark.slow
@@ -322,9 +332,10 @@ def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str
         mixtral = "mixtral" in folder.name
         names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         prefix = f"model.layers.1.{'block_sparse_moe' if mixtral else 'mlp'}."
-        want = {prefix + "gate.weight": block.gate.weight.grad}
-        want |= {name: p.grad for name, p in model.named_parameters() if name in gradients}
-        for expert in range(block.experts.num_experts):
+        want = {name: p.grad for name, p in model.named_parameters() if name in gradients}
+        has_experts = hasattr(block, "experts")
+        want |= {prefix + "gate.weight": block.gate.weight.grad} if has_experts else {}
+        for expert in range(block.experts.num_experts if has_experts else 0):
             parts = [*block.experts.gate_up_proj.grad[expert].chunk(2), block.experts.down_proj.grad[expert]]
             want |= {f"{prefix}experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
         close({name: gradients[name] for name in want}, want, 1e-4)
@@ -353,6 +364,8 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
         (5, "TP2+SP", 1, 1),
         (6, "TP2+SP", 2, 1),
         pytest.param(6, "EP2xDP2", 1, 1, marks=pytest.mark.soak),
+        (7, "EP2xDP2", 2, 1),
+        pytest.param(8, "PP2", 2, 1, marks=pytest.mark.soak),
         pytest.param(0, "TP2+SP", 1, 1, marks=pytest.mark.soak),
     ],
 )
@@ -361,14 +374,14 @@ def test_engine_agrees_after_every_sync(
 ) -> None:
     if model in (3, 4) and not is_newest():
         pytest.skip("the installed vLLM has no latent attention on the CPU")
-    if model == 6 and not is_newest():
+    if model in (6, 7, 8) and not is_newest():
         pytest.skip("the installed vLLM has no gated delta nets on the CPU")
     if rollout_ep > 1 and not is_newest():
         pytest.skip("the installed vLLM has no expert parallelism on the CPU")
     shape = LAYOUTS[layout]
     sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
     bound = 1e-5
-    if model == 6:  # vLLM computes gated delta nets on the CPU in bfloat16 only
+    if model in (6, 7, 8):  # vLLM computes gated delta nets on the CPU in bfloat16 only
         sizes, bound = {**sizes, "dtype": "bfloat16"}, 0.03
     for worst in engine_cycles(shape.world, folder=folders[model], layout=shape, **sizes):
         assert max(worst) <= bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +125,10 @@ def _delta_settings(config: dict[str, Any], *, is_fused: bool) -> dict[str, Any]
     return {"delta": delta, "qk_norm": True, "output_gate": True, "centred_norms": True}
 
 
-def _next_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _next_settings(config: dict[str, Any], *, is_fused: bool = True) -> dict[str, Any]:
     shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_gates": 1}
     routed = _qwen_experts({**config, "shared_expert_intermediate_size": 0})
-    return routed | shared | _delta_settings(config, is_fused=True)
+    return routed | shared | _delta_settings(config, is_fused=is_fused)
 
 
 _GEMMA3: dict[str, Any] = {  # what the published files leave out: the defaults of transformers
@@ -187,6 +188,25 @@ def _with_tower(config: dict[str, Any]) -> Architecture:
     )
 
 
+def _text_of(family: ModelFamily) -> ModelFamily:
+    """Returns the family of folders that have the decoder's settings in `text_config`. Their tower is not read."""
+
+    def architecture_from(config: dict[str, Any]) -> Architecture:
+        kept = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        return family.architecture_from({**config["text_config"], **kept})
+
+    return ModelFamily(architecture_from, family.weight_table)
+
+
+_QWEN35 = _family(
+    "Qwen3.5", ["attention_bias"], rotary=0.25, experts=functools.partial(_delta_settings, is_fused=False)
+)
+_QWEN35_MOE = _family(
+    "Qwen3.5-MoE",
+    ["attention_bias"],
+    rotary=0.25,
+    experts=lambda config: _next_settings({**config, "norm_topk_prob": True}, is_fused=False),
+)
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
@@ -210,4 +230,9 @@ DECODERS = {
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
     # Gated delta nets in three of four layers, gated attention in the fourth, a shared expert with a gate.
     "qwen3_next": _family("Qwen3-Next", ["attention_bias"], rotary=0.25, experts=_next_settings),
+    # Qwen3-Next's layers with an MLP, or with its experts. Published folders have a vision tower, too.
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3_5": _text_of(_QWEN35),
+    "qwen3_5_moe": _text_of(_QWEN35_MOE),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,16 @@ from torch import Tensor
 from grpo_megatron.data.images import PROCESSOR_FILES, write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
+from grpo_megatron.models.weights.file_names import (
+    IS_TRANSPOSED,
+    FileTensor,
+    Part,
+    PartSlice,
+    file_tensors,
+    name_in_file,
+    parts_of_stack,
+    published_name,
+)
 from grpo_megatron.models.weights.stream import (
     EMBEDDING,
     HEAD,
@@ -39,12 +48,16 @@ OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a safetensors file, by its header. `name` is the name in the file, `dtype` the format's (BF16)."""
+    """A tensor of a safetensors file, by its header. `name` is the name in the file, `dtype` the format's (BF16).
+
+    `part`: it is an expert's part of the file's tensor.
+    """
 
     file: Path
     name: str
     dtype: str
     shape: tuple[int, ...]
+    part: Part | None = None
 
 
 class SafetensorsFolder:
@@ -72,12 +85,14 @@ class SafetensorsFolder:
         self.headers = {name: self._header(self.folder / name) for name in self.files}
         if damaged := [header for header in self.headers.values() if isinstance(header, str)]:
             raise WeightsError("\n  ".join(damaged))
-        self.tensors = {
-            published_name(name): tensor
-            for header in self.headers.values()
-            if isinstance(header, dict)
-            for name, tensor in header.items()
-        }
+        self.tensors: dict[str, StoredTensor] = {}
+        hidden = _hidden_size_of_stacks(self.folder)
+        for header in self.headers.values():
+            for name, tensor in header.items() if isinstance(header, dict) else ():
+                parts = list(parts_of_stack(published_name(name), tensor.shape, hidden) if hidden else ())
+                self.tensors |= {n: tensor._replace(shape=shape, part=part) for n, part, shape in parts} or {
+                    published_name(name): tensor
+                }
         self._open_files = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -102,13 +117,16 @@ class SafetensorsFolder:
         stored = self.tensors[name]
         if stored.file not in self._handles:
             self._handles[stored.file] = self._open_files.enter_context(safe_open(stored.file, framework="pt"))
-        return self._handles[stored.file].get_slice(stored.name)
+        whole = self._handles[stored.file].get_slice(stored.name)
+        return whole if stored.part is None else PartSlice(whole, stored.part)
 
     def read(self, name: str) -> Tensor:
         """Reads a whole tensor. The file is closed again: pages of a mapped file count as memory of the process."""
         stored = self.tensors[name]
         try:
             with safe_open(stored.file, framework="pt") as handle:
+                if stored.part is not None:
+                    return PartSlice(handle.get_slice(stored.name), stored.part)[:]
                 tensor: Tensor = handle.get_tensor(stored.name)
                 return tensor
         except (SafetensorError, OSError) as error:
@@ -166,19 +184,13 @@ def tensor_problems(
     return problems
 
 
-def published_name(name: str) -> str:
-    """Returns a tensor's name as published folders of models that read images have it: `visual.`, `model.layers.`.
-
-    transformers 4.52 and later wrote some with the names of its modules, and so does PEFT.
-    """
-    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
-
-
-def name_in_file(name: str, model_type: str) -> str:
-    """Returns the name that the published files of a family have for a tensor: those of Qwen3-VL have its modules' names."""
-    if not model_type.startswith("qwen3_vl"):
-        return name
-    return re.sub(r"^(?=visual\.)", "model.", re.sub(r"^model\.", "model.language_model.", name))
+def _hidden_size_of_stacks(folder: Path) -> int:
+    """Returns the hidden size of a model whose files have stacks of experts; 0 for others, and for adapters."""
+    try:
+        config = read_json(folder / "config.json")
+        return int(config["text_config"]["hidden_size"]) if config["model_type"] in IS_TRANSPOSED else 0
+    except (OSError, ValueError, KeyError, TypeError):  # reported where the config is read
+        return 0
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
@@ -293,7 +305,7 @@ def save_hf(
     task = f"cannot write {target}"
     with contextlib.ExitStack() as stack:  # after an error it removes what was written
         writer = _ShardWriter(target, shard_bytes)
-        on_first_rank(mesh, task, functools.partial(writer.start, stack, source))
+        on_first_rank(mesh, task, functools.partial(writer.start, stack, source, arch))
         for bucket in stream:
             on_first_rank(mesh, task, functools.partial(writer.add, bucket))
         if arch is not None and arch.has_extras:
@@ -309,17 +321,30 @@ class _ShardWriter:
         self.target, self.shard_bytes = target, shard_bytes
         self.folder = target  # the partial folder, once it exists
         self.waiting: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}  # of stacks that are not complete
+        self.names: dict[str, str] = {}  # of the table -> of the files
+        self.stacks: dict[str, FileTensor] = {}
         self.shards: list[list[str]] = []
         self.total, self.dtype = 0, "float32"
 
-    def start(self, stack: contextlib.ExitStack, source: Path) -> None:
+    def start(self, stack: contextlib.ExitStack, source: Path, arch: Architecture | None) -> None:
         """Create the partial folder. Closing `stack` publishes it."""
         self.config = json.loads((source / "config.json").read_text())
+        in_files = file_tensors(hf_shapes(arch) if arch is not None else {}, self.config["model_type"])
+        self.stacks = {name: tensor for name, tensor in in_files.items() if len(tensor.parts) > 1}
+        self.names = {part: name for name, tensor in self.stacks.items() for part in tensor.parts}
         self.folder = stack.enter_context(new_folder(self.target))
 
     def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
-            self.waiting[name_in_file(name, self.config["model_type"])] = tensor.detach().to("cpu", copy=True)
+            copy = tensor.detach().to("cpu", copy=True)
+            if name in self.names:
+                self.parts[name] = copy
+                stack = self.stacks[self.names[name]]
+                if name == stack.parts[-1]:
+                    self.waiting[self.names[name]] = stack.join(self.parts.pop)
+            else:
+                self.waiting[name_in_file(name, self.config["model_type"])] = copy
             if tensor.dim() > 1:  # not the float32 biases of a router
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:

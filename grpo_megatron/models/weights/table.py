@@ -295,6 +295,11 @@ def _delta_channels(arch: Architecture, head: int) -> Iterator[tuple[int, int, i
     yield 0, 2 * delta.key_size + head * values, values
 
 
+def is_delta_channels(row: WeightRow, index: int) -> bool:
+    """Returns whether tensor `index` of a row has all q, then all k, then all v of a gated delta net."""
+    return isinstance(row, DeltaConvolution) or (isinstance(row, DeltaInput) and len(row.hf) == 4 and index == 0)
+
+
 def is_layered(row: WeightRow) -> bool:
     """Returns whether a row of a table is one parameter per layer."""
     return "{layer}" in row.megatron
