@@ -316,6 +316,10 @@ class Summary:
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
+            if self.served.rollout.multi_turn.environment:
+                sinks.note(
+                    "             (its first turn: no environment answers there; samples/ has the conversations)"
+                )
 
     def _rows(self) -> list[list[object]]:
         """Lists name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""
