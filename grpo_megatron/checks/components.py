@@ -170,12 +170,12 @@ def source_problems(config: Config) -> Problems:
         )
 
 
-def task_problem(config: Config) -> str | None:
+def task_problem(config: Config) -> Problem | str | None:
     """Says why a task of the data cannot be used. None: all can, and something gives rewards for what the run samples."""
-    return next(filter(None, (_problem_of_task(config, source) for source in sources_of(config))), None)
+    return next((problem for source in sources_of(config) if (problem := _problem_of_task(config, source))), None)
 
 
-def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
+def _problem_of_task(config: Config, source: SourceFiles) -> Problem | str | None:
     key = marked("data.task") if source.name is None else f"{source.key}: task"
     name = source.data.task
     try:
@@ -189,7 +189,8 @@ def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
             )
         given = source.reward or reward_name(config.reward)
         if not task.reward_names and given is None and not grades_itself(config):
-            return f"{key}={name!r} has no reward of its own; set reward.function"
+            text = f"{key}={name!r} has no reward of its own; set reward.function"
+            return Problem(text, ("reward.function", "reward.components"))
     except ValueError as error:
         return f"{key}: {error}"
     except Exception as error:  # whatever the user's module raises while it is imported

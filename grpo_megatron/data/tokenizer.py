@@ -100,6 +100,17 @@ def tokenizer_classes(tokenizer: Any) -> str:
     return f"saved as {saved}, loaded as {loaded}" if saved not in ("", loaded.removesuffix("Fast")) else loaded
 
 
+def decoded_by_file(tokenizer: Any, text: str) -> str:
+    """Tokenise and decode by tokenizer.json as it is, whatever class the folder names; without that file, return the text."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = Path(tokenizer.name_or_path) / "tokenizer.json"
+    if not file.exists():
+        return text
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    return str(plain.decode(plain(text, add_special_tokens=False)["input_ids"]))
+
+
 def _saved_class(folder: Path) -> str:
     """Read the class in tokenizer_config.json, without "Fast", which names the same tokenizer; "" where there is none."""
     file = folder / "tokenizer_config.json"

@@ -323,6 +323,10 @@ class Summary:
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
+            if self.served.rollout.multi_turn.environment:
+                sinks.note(
+                    "             (its first turn: no environment answers there; samples/ has the conversations)"
+                )
 
     def _has_not_moved(self) -> bool:
         with contextlib.suppress(FileNotFoundError):
