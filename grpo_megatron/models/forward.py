@@ -34,9 +34,8 @@ from grpo_megatron.models.layers.divergence import SoftTargets, TeacherStates
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
-from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.vision import PLACED
-from grpo_megatron.models.weights.hf_folder import load_hf, read_head_rows
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, WeightReader, load_hf, read_head_rows
 from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.shapes import Float, Int
@@ -639,16 +638,15 @@ class LanguageModel(ShardedModel):
         *,
         temperature: float = 1.0,
         exact: bool = False,
-        adapters: Path | None = None,
+        read: WeightReader = SafetensorsFolder.slice,
     ) -> Self:
         """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError.
 
-        `adapters`: a PEFT folder, which is merged into them.
+        `read`: of a tensor of the folder by its name, as of a base with adapters (lora/peft_folder.py).
         """
         megatron = actor.megatron if cls.is_frozen else actor.layers
         model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
-        merged = [PeftFolder(adapters).merged(arch, getattr(torch, dtype))] if adapters is not None else []
-        load_hf(model, folder, arch, mesh, *merged)
+        load_hf(model, folder, arch, mesh, read)
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Float[Tensor, "B R"]:

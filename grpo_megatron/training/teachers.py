@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from grpo_megatron.algo.distillation import LEAST_LOGPROB
 from grpo_megatron.algo.plan import pack_units, row_weights
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, TeacherConfig
+from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.policy import AdapterReference, Policy, Reference
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.exchange import build_batch
@@ -212,7 +214,10 @@ def _build(
         return AdapterReference(policy, stored)
     path, dtype = teacher.path or policy_start(config), teacher.dtype or config.model.dtype
     parts = (path, dtype, checked.teachers[name], teacher.layout(config.actor), mesh, policy.device)
-    return Reference.load(*parts, temperature=config.rollout.temperature, adapters=teacher.adapters)
+    options: dict[str, Any] = {"temperature": config.rollout.temperature}
+    if teacher.adapters is not None:
+        options["read"] = PeftFolder(teacher.adapters).merged(checked.teachers[name], getattr(torch, dtype))
+    return Reference.load(*parts, **options)
 
 
 def build_teachers(config: Config, checked: Checked, policy: Policy) -> Teachers | None:

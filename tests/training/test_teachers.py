@@ -129,7 +129,7 @@ def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Pat
     micro = "actor.ppo_micro_batch_size_per_gpu=2"
     cases = [[*of_teacher, *ALONE, micro, *mode] for mode in modes]
     results = steps(2, folder=tmp_path, cases=cases)
-    counts = [len(response) for rank in results for _, response in rank[0]["pairs"]]
+    counts = [len(response) for rank in results for _, response in rank[1]["pairs"]]
     assert len(counts) == 12  # rows without a reward are in the loss
     for rank in results:
         for number, result in enumerate(rank):

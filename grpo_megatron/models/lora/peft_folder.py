@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,13 @@ from grpo_megatron.config.model import peft_values
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, factors_of_weights, lora_rows
-from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions, write_tensors
+from grpo_megatron.models.weights.hf_folder import (
+    SafetensorsFolder,
+    Serving,
+    WeightReader,
+    write_companions,
+    write_tensors,
+)
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.files import new_folder
@@ -143,7 +149,7 @@ class PeftFolder:
         """Reads a factor, as it is stored."""
         return self.files.read(name)
 
-    def merged(self, arch: Architecture, dtype: torch.dtype) -> Callable[[SafetensorsFolder, str], Any]:
+    def merged(self, arch: Architecture, dtype: torch.dtype) -> WeightReader:
         """Returns the reader of a base's weights, in `dtype` and with the adapters where they have some, for `load_hf`."""
         factors = factors_of_weights(arch, self.lora)
 

@@ -202,13 +202,16 @@ def check_hf(folder: Path, arch: Architecture) -> None:
         files.check_model(arch)
 
 
+WeightReader = Callable[[SafetensorsFolder, str], Any]  # of a tensor by its name, or of what reads a part when indexed
+
+
 @torch.no_grad()
 def load_hf(
     model: torch.nn.Module,
     folder: Path,
     arch: Architecture,
     mesh: Mesh,
-    read: Callable[[SafetensorsFolder, str], Any] = SafetensorsFolder.slice,
+    read: WeightReader = SafetensorsFolder.slice,
 ) -> None:
     """Set this rank's parameters from a Hugging Face folder. Reads only the slices of this rank. Raises WeightsError.
 
