@@ -35,7 +35,7 @@ from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.vision import PLACED
-from grpo_megatron.models.weights.hf_folder import load_hf, read_head_rows
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, WeightReader, load_hf, read_head_rows
 from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.shapes import Float, Int
@@ -646,11 +646,15 @@ class LanguageModel(ShardedModel):
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        read: WeightReader = SafetensorsFolder.slice,
     ) -> Self:
-        """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+        """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError.
+
+        `read`: of a tensor of the folder by its name, as of a base with adapters (lora/peft_folder.py).
+        """
         megatron = actor.megatron if cls.is_frozen else actor.layers
         model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
-        load_hf(model, folder, arch, mesh)
+        load_hf(model, folder, arch, mesh, read)
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Float[Tensor, "B R"]:
@@ -681,14 +685,14 @@ class LanguageModel(ShardedModel):
         return logprobs, [rows[row].clone() if row in rows else None for row in range(len(batch))] if rows else []
 
     def teacher_head(self, folder: Path, arch: Architecture, dtype: torch.dtype) -> Tensor | None:
-        """Returns the rows of a teacher's output head for this rank's part of the vocabulary; None on other stages.
+        """Returns a teacher's rows of the output head for this rank's part of the vocabulary; None on other stages.
 
-        The teacher's vocabulary must not be smaller than the model's. Raises WeightsError.
+        There are fewer where the teacher's vocabulary is smaller than the model's. Raises WeightsError.
         """
         if not self.mesh.is_last_stage:
             return None
-        assert arch.vocab_size >= self.arch.vocab_size, "checks refuse it"
+        num_rows = min(arch.vocab_size, self.arch.vocab_size)
         size = self.arch.padded_vocab_size(self.mesh.tp) // self.mesh.tp
-        first, end = (min(self.arch.vocab_size, size * (self.mesh.tp_rank + i)) for i in range(2))
+        first, end = (min(num_rows, size * (self.mesh.tp_rank + i)) for i in range(2))
         # A copy, because products with rows in unaligned memory of a file may have other bits than those of the policy.
         return read_head_rows(folder, arch, first, end).to(self.device.torch_device, dtype, copy=True)

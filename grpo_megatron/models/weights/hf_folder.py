@@ -214,11 +214,21 @@ def check_hf(folder: Path, arch: Architecture) -> None:
         files.check_model(arch)
 
 
+WeightReader = Callable[[SafetensorsFolder, str], Any]  # of a tensor by its name, or of what reads a part when indexed
+
+
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh) -> None:
+def load_hf(
+    model: torch.nn.Module,
+    folder: Path,
+    arch: Architecture,
+    mesh: Mesh,
+    read: WeightReader = SafetensorsFolder.slice,
+) -> None:
     """Set this rank's parameters from a Hugging Face folder. Reads only the slices of this rank. Raises WeightsError.
 
-    A tied model with several stages has a copy of its embedding as the last stage's head. Both are set here.
+    `read`: of a tensor by its name. A tied model with several stages has a copy of its embedding as the last stage's head.
+    Both are set here.
     """
     rows = model_rows(arch)
     with SafetensorsFolder(folder) as files:
@@ -226,7 +236,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
         for name, parameter in global_parameters(model).items():
             if name == HEAD and arch.tied:
                 name = EMBEDDING
-            set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+            set_parameter(parameter, rows[name].shard(functools.partial(read, files), arch, mesh.tp_rank, mesh.tp))
 
 
 def read_head_rows(folder: Path, arch: Architecture, first: int, end: int) -> Tensor:
