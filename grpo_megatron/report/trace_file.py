@@ -27,7 +27,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.untrusted import ReadError, parse_json
 
-FORMAT = 1
+FORMAT = 2
 FAN = 16
 STEPS_FILE = "steps.jsonl"
 
@@ -36,7 +36,7 @@ STEPS_FILE = "steps.jsonl"
 class Stage:
     """A stage of a step. `numbers`: those of each leaf beside its digest. `kind`: of the leaves."""
 
-    kind: str  # row | tensor | rank | step
+    kind: str  # row | tensor | rank | step | term, of the loss
     numbers: tuple[str, ...] = ()
 
 
@@ -45,13 +45,18 @@ MEANS = (
     "projection",
 )  # of a row's tokens; of two rows, |difference of projections|^2 is near the squared distance
 NORMS = ("norm", "projection")  # of a tensor, likewise
+TERMS = ("value",)
 BESIDE = ("critic ", "reward model ")  # before the names of stages of models that are trained beside the policy
 
 
 def _of_update(prefix: str = "") -> dict[str, Stage]:
-    """Return the stages of a model's update. Gradients and norms have the number of the step's optimizer step: "gradients 0"."""
-    norms = {f"{prefix}gradients": Stage("tensor", NORMS), f"{prefix}gradient norm": Stage("step", ("norm",))}
-    return {**norms, f"{prefix}weights": Stage("tensor", NORMS)}
+    """Return the stages of a model's update. All but the weights have the number of the step's optimizer step: "losses 0"."""
+    update = {
+        "losses": Stage("term", TERMS),
+        "gradients": Stage("tensor", NORMS),
+        "gradient norm": Stage("step", NORMS[:1]),
+    }
+    return {f"{prefix}{name}": stage for name, stage in {**update, "weights": Stage("tensor", NORMS)}.items()}
 
 
 STAGES = {  # in the order in which a step computes them
@@ -96,7 +101,7 @@ def stage_order(name: str) -> tuple[int, int, int]:
     base = base_name(name)
     number = name.removeprefix(base).strip()
     place = list(STAGES).index(base)
-    first = list(STAGES).index(base.replace("gradient norm", "gradients"))
+    first = list(STAGES).index(base.replace("gradient norm", "gradients").replace("losses", "gradients"))
     return (place, 0, 0) if not number else (first, int(number), place)
 
 
@@ -142,10 +147,14 @@ def level_sizes(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a stage: digests uint64 [n], 0 where there is none, and float32 [n, numbers of the stage]."""
+    """The leaves of a stage: digests uint64 [n], 0 where there is none, and float32 [n, numbers of the stage].
+
+    `names`: of terms. Other leaves follow from the step or the facts.
+    """
 
     digests: Array
     numbers: Array
+    names: tuple[str, ...] = ()
 
 
 def step_content(
@@ -161,7 +170,7 @@ def step_content(
         levels = trees[name]
         roots[name] = f"{int(levels[-1][0]):016x}"
         numbers = leaves.numbers.astype("<f4").tobytes()
-        sizes.append([name, len(leaves.digests)])
+        sizes.append([name, len(leaves.digests), *([leaves.names] if leaves.names else [])])
         parts += [np.concatenate(levels).astype("<u8").tobytes(), numbers, bytes(-len(numbers) % 8)]
     head = {"format": FORMAT, "step": step, "rows": len(rows), "uids": list(uids), "stages": sizes}
     line = json.dumps(head).encode()
@@ -182,7 +191,8 @@ class StepFile:
             self.uids: list[str] = head["uids"]
             self._num_rows, self._sizes, place = int(head["rows"]), dict[str, tuple[int, int]](), len(line)
             self._first, place = place, place + 16 * self._num_rows
-            for name, count in head["stages"]:
+            self._names = {name: names[0] for name, _, *names in head["stages"] if names}
+            for name, count, *_ in head["stages"]:
                 self._sizes[name] = count, place
                 numbers = 4 * count * len(stage_of(name).numbers)
                 place += 8 * sum(level_sizes(count)) + numbers + -numbers % 8
@@ -201,6 +211,10 @@ class StepFile:
     def count(self, stage: str) -> int:
         """Return the number of leaves."""
         return self._sizes[stage][0]
+
+    def terms(self, stage: str) -> list[str]:
+        """List the names of a stage's terms."""
+        return list(self._names.get(stage, ()))
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:

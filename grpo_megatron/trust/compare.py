@@ -6,6 +6,8 @@ each stage has a bound on what rounding explains, and a stage beyond its bound i
     rows     |difference of means| <= B, and |difference of projections| / sqrt(tokens) <= 4 B,      B = FIRST[dtype] * (1 + u)
     tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 total),  G = GRADIENT[dtype] * (1 + 10 u)
 
+    losses   |difference| <= B * max(1, |loss|, largest |advantage|)
+
 with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
 the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update.
 Prompts, images, seeds, and rewards of equal responses have no rounding, nor have advantages that follow from rewards alone. A
@@ -34,6 +36,7 @@ from grpo_megatron.report.trace_file import (
     BESIDE,
     MEANS,
     NORMS,
+    TERMS,
     StepFile,
     TraceFolder,
     base_name,
@@ -84,7 +87,8 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "advantages": "the advantage estimator, or a group with another member",
     "returns": "the critic's targets: gamma, lambda, rewards at tokens",
     "token weights": "the loss's denominator: per micro-batch or per batch, a mask, the aggregation",
-    "gradients": "the backward pass: the loss (clip, KL direction, temperature), its kernels, or a row that counts twice",
+    "losses": "the loss: its terms (clip, KL direction, temperature), or a row that is left out or counts twice",
+    "gradients": "the backward pass: coefficients of the loss's terms, its kernels, or gradients that are not cleared",
     "gradient norm": "the reduction of the norm over ranks",
     "weights": "the optimizer: a lost moment, learning rate, clipping, weight decay, or a tensor that was not updated",
     "random state": "something has taken random numbers",
@@ -276,12 +280,12 @@ class _Sides:
         kind = stage_of(stage).kind
         if a is None or b is None:
             return Parting(step, stage, kind)
-        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows):
+        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows) or a.terms(stage) != b.terms(stage):
             if kind == "rank":  # another layout has other ranks
                 return None
             self.has_ended = True
             return Parting(
-                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", "other rows"
+                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", f"other {kind}s"
             )
         wrong = self.unequal[stage] = list(a.differing(b, stage))
         numbers = a.numbers(stage), b.numbers(stage)
@@ -300,6 +304,8 @@ class _Sides:
         elif facts.kind == "tensor":
             names = self.left.tensors(stage)
             name = names[number] if number < len(names) else name
+        elif facts.kind == "term":
+            name = file.terms(stage)[number]
         values = ([float(v) if math.isfinite(v) else None for v in side[number]] for side in (left, right))
         return Leaf(name, *(dict(zip(facts.numbers, side, strict=True)) for side in values))
 
@@ -325,6 +331,8 @@ class _Sides:
         if kind == "tensor" and base.endswith("weights"):
             return self._judge_weights(stage, a, b)
         num_updates = self.num_updates + int(stage.removeprefix(base))
+        if kind == "term":
+            return self._judge_losses(stage, a, b, self.scale * FIRST[self.precision] * (1 + num_updates))
         bound = self.scale * GRADIENT[self.precision] * (1 + 10 * num_updates)
         left, right = (side.numbers(stage).astype(np.float64) for side in (a, b))
         if kind == "step":
@@ -361,6 +369,13 @@ class _Sides:
         in_one = [(side.nodes(stage, 0, 0, side.count(stage))[rows] == 0).sum() for side in (a, b)]
         lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
         return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
+
+    def _judge_losses(self, stage: str, a: StepFile, b: StepFile, bound: float) -> tuple[str, str]:
+        left, right = (side.numbers(stage)[:, 0].astype(np.float64) for side in (a, b))
+        largest = abs(a.numbers("advantages")[:, 0]).max(initial=1.0) if "advantages" in a else 1.0
+        ratios = abs(left - right) / np.maximum(abs(left), largest)
+        worst = int(ratios.argmax())
+        return _named(ratios[worst] <= bound), f"{a.terms(stage)[worst]} by {ratios[worst]:.2g}, bound {bound:.2g}"
 
     def _is_of_rewards(self, file: StepFile) -> bool:
         """Tell whether advantages follow from rewards alone, and these are equal."""
@@ -421,7 +436,7 @@ def _explain(result: Diff, sides: _Sides) -> None:
     base = base_name(first.stage)
     rounding = [change for change in result.changes if change.effect == ROUNDING and change.kind != "config"]
     changed = [change.key for change in result.changes if change.effect == RESULTS]
-    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1])
+    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1], TERMS)
     if result.verdict == "explained" or (rounding and not is_discrete and first.judgement == "not judged"):
         result.cause = BY_ROUNDING.format(
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"

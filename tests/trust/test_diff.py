@@ -131,6 +131,15 @@ def stale_shard(point: str, step: int, content: Any) -> None:
         parameter(RUN[0], UP).data.copy_(KEPT[0])
 
 
+def lora_scale(point: str, step: int, content: Any) -> None:
+    """Rank 1 scales its adapters otherwise in the update of step 0."""
+    lora = RUN[0].policy.lora
+    if RUN[0].mesh.rank == 1 and step == 0 and point in ("samples", "updated"):
+        lora.config = lora.config.model_copy(
+            update={"alpha": 8.0 if point == "samples" else RUN[0].config.actor.lora.alpha}
+        )
+
+
 def drop_token(samples: Any) -> None:
     for name in ("response_ids", "rollout_logprobs", "loss_mask"):
         setattr(samples[4], name, getattr(samples[4], name)[:-1])
@@ -184,7 +193,7 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "advantages with the wrong sign": (at("batch", 1, lambda b: b.advantages.neg_()), 1, "advantages", "row "),
     "a denominator per micro-batch": (column("token_weights", 4, lambda t: t * 2), 0, "token weights", "row 4:"),
     "one row twice": (at("batch", 0, lambda b: b.mini_batches[0][0].__setitem__(0, b.mini_batches[0][0][1])), 0,
-        "gradients 0", "model.embed_tokens.weight"),
+        "losses 0", "actor/entropy_loss"),
     "gradients that are not cleared": (
         lambda: patched("policy.ddp", "zero_grad_buffer", lambda _: lambda: None), 0, "gradients 0", "model.embed_tokens.weight"),
     "the scale of one gradient": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.mul_(0.5)), 0,
@@ -234,7 +243,8 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "advantages of other rows": (at("batch", 0, lambda b: b.advantages.copy_(b.advantages.roll(1, 0))), 0, "advantages", "row "),
     "a mean over sequences in place of tokens": (
         at("batch", 0, lambda b: b.token_weights.div_(12 * b.token_weights.sum(1, keepdim=True))), 0, "token weights", "row "),
-    "a micro-batch that is left out": (at("batch", 0, lambda b: b.mini_batches[0][0].pop()), 0, "gradients 0", EMBEDDING),
+    "a micro-batch that is left out": (at("batch", 0, lambda b: b.mini_batches[0][0].pop()), 0, "losses 0",
+        "actor/entropy_loss"),
     "a gradient with the wrong sign": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.neg_()), 0,
         "gradients 0", "model.layers.1.self_attn.q_proj.weight"),
     "a gradient that is rounded to bfloat16": (at("gradients", 0, lambda run: rounded(parameter(run, UP).main_grad)), 0,
@@ -264,13 +274,19 @@ IN_ONE_RANK: dict[str, tuple[Any, int, str, str]] = {
     "random numbers that one rank takes": (at("updated", 0, lambda run: torch.rand(run.mesh.rank)), 0, "random state", "rank 1"),
 }  # fmt: skip
 
+# The same with adapters.
+WITH_LORA: dict[str, tuple[Any, int, str, str]] = {
+    "LoRA scale in one rank": (lora_scale, 0, "gradients 0",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"),
+}  # fmt: skip
+
 # What a checkpoint loses, found by `diff --self` at the resume in step 1.
 LOST: dict[str, tuple[Any, str]] = {
     "an optimizer moment lost at a resume": (lambda run: moment("exp_avg", QKV)(run), "optimizer"),
     "a weight changed at a resume": (lambda run: scaled(UP, 1.001)(run), "weights"),
     "a generator not restored at a resume": (lambda run: torch.manual_seed(7), "random state"),
 }
-ALL_FAULTS = {**FAULTS, **IN_ONE_RANK}
+ALL_FAULTS = {**FAULTS, **IN_ONE_RANK, **WITH_LORA}
 
 
 def different(samples: Any) -> tuple[int, int]:
@@ -308,7 +324,7 @@ def two_steps(run: Any, folder: Path, fault: Any = None, case: int = 0) -> None:
             contextlib.closing(Trace(config, run.policy, run.placement.provenance, None, 0))
         )
         digest, step = run.trace.gradients, 0
-        run.trace.gradients = lambda norm: (planted("gradients", step, run), digest(norm))
+        run.trace.gradients = lambda *update: (planted("gradients", step, run), digest(*update))
         for step in (0, 1):
             prompts = [run.prompts[(case + number) % 9] for number in range(4 * step, 4 * step + 4)]
             run._leave_rollout()
@@ -356,13 +372,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
     make_runs(2, folder=folder / "tp2", overrides=tp2, faults=[*BEYOND_ROUNDING, *IN_ONE_RANK])
+    make_runs(2, folder=folder / "lora", overrides=[*tp2, "actor.lora.rank=4"], faults=[*WITH_LORA])
     return folder
 
 
 def test_every_planted_fault_is_named(runs: Path) -> None:
     wrong = []
     for name, (_, step, stage, leaf) in ALL_FAULTS.items():
-        result = compare_runs(*traces(runs / ("one" if name in FAULTS else "tp2"), "honest", name))
+        folder = "one" if name in FAULTS else "lora" if name in WITH_LORA else "tp2"
+        result = compare_runs(*traces(runs / folder, "honest", name))
         first = result.first
         place = (first.step, first.stage, first.leaves[0].name) if first and first.leaves else None
         if place is None or place[:2] != (step, stage) or not place[2].startswith(leaf) or not result.cause:
@@ -450,7 +468,7 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     cut = refuse(lambda run: edit(run / "trace/step_000001.bin", lambda old: old[:-9]))
     assert "step_000001.bin is cut short" in cut
     lines = "trace/steps.jsonl"
-    assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 1', b'"format": 0')))
+    assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 2', b'"format": 0')))
     assert "beginning was cut" in refuse(lambda run: edit(run / lines, lambda old: old.partition(b"\n")[2]))
     edit(left / "trace/step_000000.bin", lambda old: old)
     shutil.rmtree(left)
