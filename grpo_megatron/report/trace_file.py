@@ -3,7 +3,7 @@
 trace/steps.jsonl      {"step": 12, "stages": {"responses": "9f0c...", ...}}    the roots of the step's trees
                        {"step": 0, "facts": {...}}     software, layout and tensors, at each start; digests of the inputs later
                        {"step": 11, "saved": "51ab..."}    the optimizer's state in the checkpoint after the step
-trace/step_000012.bin  the trees, and a few numbers of each leaf; of the last trainer.trace_keep steps
+trace/step_000012.bin  the trees, and a few numbers of each leaf; of the last trainer.trace_keep steps; -1: weights at the start
 
 A leaf is a row of the batch (by the prompt's place in the step and the sample's index), a tensor (by its Hugging Face name), a
 rank, or the step. No leaf depends on the rank that made it. A node is the digest of FAN nodes below it (Merkle 1987), so that
@@ -186,9 +186,10 @@ class StepFile:
             with path.open("rb") as file:
                 line = file.readline(1 << 28)
             head = parse_json(line.decode())
+            self.step = int(head["step"])
             if head["format"] != FORMAT:
                 raise StorageError(f"{path} has the trace format {head['format']}, and this version reads {FORMAT}")
-            self.uids: list[str] = head["uids"]
+            self.uids = list(map(str, head["uids"]))
             self._num_rows, self._sizes, place = int(head["rows"]), dict[str, tuple[int, int]](), len(line)
             self._first, place = place, place + 16 * self._num_rows
             self._names = {name: names[0] for name, _, *names in head["stages"] if names}
@@ -198,7 +199,7 @@ class StepFile:
                 place += 8 * sum(level_sizes(count)) + numbers + -numbers % 8
             if (size := path.stat().st_size) != place:
                 raise StorageError(
-                    f"{path} is cut short: it has {size:,} bytes of {place:,}; leave this step out with --steps"
+                    f"{path} is cut short: it has {size:,} bytes of {place:,}; without the file, its step is compared by stages"
                 )
         except (OSError, ReadError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, StorageError):
@@ -211,6 +212,12 @@ class StepFile:
     def count(self, stage: str) -> int:
         """Return the number of leaves."""
         return self._sizes[stage][0]
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The roots of the stages."""
+        tops = {name: len(level_sizes(count)) - 1 for name, (count, _) in self._sizes.items()}
+        return {name: f"{int(self.nodes(name, top, 0, 1)[0]):016x}" for name, top in tops.items()}
 
     def terms(self, stage: str) -> list[str]:
         """List the names of a stage's terms."""
@@ -285,15 +292,15 @@ class TraceFolder:
                 self.saved[row["step"]] = row["saved"]
             elif isinstance(row.get("stages"), dict):
                 self.steps[row["step"]] = {n: r for n, r in row["stages"].items() if base_name(n) in STAGES}
-        if not self.facts:
+        formats = {facts.get("format") for facts in self.facts.values()}
+        if formats - {FORMAT}:
             raise StorageError(
-                f"{self.folder / STEPS_FILE} has no line with the facts of the run: its beginning was cut off"
-            )
-        found = {facts.get("format") for facts in self.facts.values()}
-        if found != {FORMAT}:
-            raise StorageError(
-                f"{run} has a trace of format {', '.join(map(str, found - {FORMAT}))}, and this version reads {FORMAT}; run"
+                f"{run} has a trace of format {', '.join(map(str, formats - {FORMAT}))}, and this version reads {FORMAT}; run"
                 " both with one version, or compare their metrics with `report`"
+            )
+        if not self.facts or not all({"layout", "tensors"} <= facts.keys() for facts in self.facts.values()):
+            raise StorageError(
+                f"{self.folder / STEPS_FILE} has no complete line with the facts of the run: its beginning was cut off"
             )
 
     def tensors(self, stage: str) -> list[str]:
@@ -307,9 +314,14 @@ class TraceFolder:
         return self.facts[max((first for first in self.facts if first <= step), default=min(self.facts))]
 
     def file(self, step: int) -> StepFile | None:
-        """Open the file of a step; None if it is no longer kept."""
+        """Open the file of a step; None if it is no longer kept. Raises StorageError, also for that of another run or step."""
         path = self.folder / step_name(step)
-        return StepFile(path) if path.is_file() else None
+        file = StepFile(path) if path.is_file() else None
+        if file is not None and (file.step != step or file.roots != self.steps.get(step, file.roots)):
+            raise StorageError(
+                f"{path} is not of the step that {STEPS_FILE} describes; without the file, stages are compared"
+            )
+        return file
 
 
 def step_name(step: int) -> str:

@@ -261,18 +261,23 @@ class Trace:
         state = self._state() if first_step else {}
         facts = run_facts(config, policy, self.tensors.names) | {"state": state}
         facts["beside"] = {prefix: self._models[prefix].names for prefix in self._beside}
-        on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts))
+        initial = (
+            {} if first_step else {f"{one}weights": self._leaves(one, TracedTensors.weights) for one in self._models}
+        )
+        on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts, initial))
         policy.on_gradients = lambda *update: self.gradients(*update)
         for prefix, model in self._beside.items():
             model.on_gradients = functools.partial(self.gradients, prefix=prefix)
             model.on_use = functools.partial(self._used, prefix)
 
-    def _open(self, first_step: int, facts: dict[str, Any]) -> None:
+    def _open(self, first_step: int, facts: dict[str, Any], initial: dict[str, Leaves]) -> None:
         self._folder.mkdir(exist_ok=True, parents=True)
         self._sink = JsonlSink(self._folder / STEPS_FILE, first_step)
         for path in self._folder.glob("step_*.bin"):
             if int(path.stem.removeprefix("step_")) >= first_step:
                 path.unlink()
+        if initial:  # the size of the first update follows from it
+            (self._folder / step_name(-1)).write_bytes(step_content(-1, initial, np.zeros((0, 2)), [])[0])
         self._sink.append(first_step, {"facts": facts})
 
     def _begin_step(self) -> None:
@@ -281,10 +286,14 @@ class Trace:
         self._sums: dict[str, list[MetricSums]] = {prefix: [] for prefix in self._models}
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
-        """Compute the root of a model's tensors. Collective."""
+    def _leaves(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> Leaves:
+        """Digest a model's tensors. Collective."""
         with self._beside[prefix].in_use() if prefix else contextlib.nullcontext():
-            return root(_summed([read(self._models[prefix])])[0][0])
+            digests, numbers = _summed([read(self._models[prefix])])
+        return Leaves(digests[0], numbers[0])
+
+    def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
+        return root(self._leaves(prefix, read).digests)
 
     def _optimizers(self) -> str:
         return " ".join(self._root(prefix, TracedTensors.optimizer) for prefix in self._models)

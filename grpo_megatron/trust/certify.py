@@ -441,10 +441,13 @@ def run_checks(bench: Bench) -> int:
         if code:
             base = f"{name} ended with {code}: {bench.last_line(name)}"
     except subprocess.TimeoutExpired:
-        code, base = 1, "it did not end within --minutes"
+        raise ConfigError(
+            f"{STEPS} steps did not end within --minutes, and nothing was checked; give it more"
+        ) from None
     if code == 2:
-        log = (bench.work / f"{name}.log").read_text(errors="replace").strip()
-        raise ConfigError(f"the config cannot run for {STEPS} steps:\n{log}")
+        lines = (bench.work / f"{name}.log").read_text(errors="replace").splitlines()
+        problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "  "))]
+        raise ConfigError("\n  ".join([f"the config cannot run for {STEPS} steps:", *problems]))
     results: dict[str, ProofResult] = {}
     for name, (runs, measure) in {"base run": (0.0, lambda _: (RED if code else GREEN, base)), **PROOFS}.items():
         if code == 0 or not results:

@@ -43,6 +43,7 @@ from grpo_megatron.report.trace_file import (
     stage_of,
     stage_order,
 )
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.values import row_values, weight_values
@@ -52,7 +53,7 @@ UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
 MAX_LEAVES = 8  # that are named of a stage
 NEAR = 1e-6  # token weights: sums of numbers of tokens; advantages of equal rewards
 REJECTED = 0.1  # the same where rounding decides which tokens rollout_rs rejects
-OTHER_SAMPLES = "of other samples"
+OTHER_SAMPLES, NOT_KEPT = "of other samples", "not kept"
 GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
@@ -127,7 +128,7 @@ class Parting:
     count: int = 0  # of the leaves that differ; 0: the leaves are no longer kept
     total: int = 0
     leaves: tuple[Leaf, ...] = ()
-    judgement: str = "not judged"
+    judgement: str = "not judged"  # or NOT_KEPT
     measured: str = ""
 
 
@@ -158,9 +159,11 @@ class Diff:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """Read the settings of a run, with those of its last start."""
+    """Read the settings of a run, with those of its last start. Raises StorageError: the bounds follow from them."""
     folder = RunFolder(run.parent if run.name == WARM_UP_FOLDER else run)
     folder.update()
+    if not folder.settings:
+        raise StorageError(f"{folder.folder / 'config.yaml'} cannot be read: it is missing, or no config of a run")
     return folder.settings | {key: now for _, changes in folder.attempts[-1:] for key, _, now in changes}
 
 
@@ -209,19 +212,22 @@ def precision(settings: Mapping[str, Any]) -> str:
 
 
 def compare_runs(left: TraceFolder, right: TraceFolder, *, tolerance: bool = False, scale: float = 1.0) -> Diff:
-    """Compare two runs. With `tolerance`, differences are judged by the bounds of rounding, times `scale`."""
+    """Compare two runs. With `tolerance`, differences are judged by bounds of rounding, times `scale`. Raises StorageError."""
     settings = config_of(left.run), config_of(right.run)
     result = Diff(str(left.run), str(right.run), list(changes_between(left, right, *settings)))
-    steps = sorted({*left.steps} & {*right.steps})
+    steps = sorted(step for step in {*left.steps} & {*right.steps} if {*left.steps[step]} & {*right.steps[step]})
+    if not steps:
+        spans = [
+            f"{side.run} has {len(side.steps)} steps, from {min(side.steps, default='none')} on"
+            for side in (left, right)
+        ]
+        raise StorageError(f"the traces have no step in common: {'; '.join(spans)}")
     result.num_steps = len(steps)
     for side, other in ((left, right), (right, left)):
         if more := sorted({*side.steps} - {*other.steps}):
             result.notes.append(
                 f"{side.run} has {len(more)} more steps, from step {more[0]} on, which are not compared"
             )
-    if not steps:
-        result.notes.append("the runs have no step in common")
-        return result
     sides = _Sides(left, right, settings, scale)
     for step in steps:
         partings = list(sides.partings(step, judged=tolerance))
@@ -231,8 +237,12 @@ def compare_runs(left: TraceFolder, right: TraceFolder, *, tolerance: bool = Fal
     if sides.skipped:
         result.notes.append(f"not in both traces, and not compared: {', '.join(sorted(sides.skipped))}")
     if result.partings:
-        is_wrong = any(one.judgement == "wrong" for one in result.partings)
-        result.verdict = ("wrong" if is_wrong else "explained") if tolerance else "part"
+        judgements = {one.judgement for one in result.partings}
+        result.verdict = "wrong" if "wrong" in judgements else "part" if NOT_KEPT in judgements else "explained"
+        if not tolerance:
+            result.verdict = "part"
+        elif NOT_KEPT in judgements:
+            result.notes.append("rows or tensors that are no longer kept (trainer.trace_keep) cannot be judged")
         if sides.has_ended and tolerance:
             result.notes.append(
                 f"from step {result.partings[-1].step} on the samples differ, and no later step is judged"
@@ -253,7 +263,7 @@ class _Sides:
         self._updates, self.num_updates, self.has_ended = Counter[str](), 0, False
         self.skipped: set[str] = set()
         self.unequal: dict[str, list[int]] = {}  # of the step: stage -> leaves that differ
-        self._before: tuple[StepFile | None, StepFile | None] = (None, None)
+        self._weights: dict[str, Array] = {}  # the projections of the left side's weights before the step, by stage
 
     def files(self, step: int) -> tuple[StepFile | None, StepFile | None]:
         """Open the files of a step."""
@@ -263,23 +273,28 @@ class _Sides:
         """Yield the stages of a step that differ, in order."""
         roots = self.left.steps[step], self.right.steps[step]
         self.unequal = {}
-        if self._before[0] is None and judged:
-            self._before = self.left.file(step - 1), None
+        if not self._weights and judged:
+            self._keep_weights(self.left.file(step - 1))
         a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
         for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
             if stage not in roots[0] or stage not in roots[1]:
                 self.skipped.add(base_name(stage))
             elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
                 yield parting
-        self._before = a, b
+        self._keep_weights(a)
         for prefix in ("", *BESIDE):
             self._updates[prefix] += sum(stage.startswith(f"{prefix}gradient norm") for stage in roots[0])
         self.num_updates = max(self._updates.values())
 
+    def _keep_weights(self, file: StepFile | None) -> None:
+        for stage in (f"{prefix}weights" for prefix in ("", *BESIDE)):
+            if file is not None and stage in file:
+                self._weights[stage] = file.numbers(stage)[:, 1].astype(np.float64)
+
     def _parting(self, step: int, stage: str, a: StepFile | None, b: StepFile | None, judged: bool) -> Parting | None:
         kind = stage_of(stage).kind
         if a is None or b is None:
-            return Parting(step, stage, kind)
+            return Parting(step, stage, kind, judgement=NOT_KEPT if judged else "not judged")
         if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows) or a.terms(stage) != b.terms(stage):
             if kind == "rank":  # another layout has other ranks
                 return None
@@ -384,10 +399,10 @@ class _Sides:
         return is_grouped and not has_models and not self.settings.get("algorithm.use_kl_in_reward")
 
     def _judge_weights(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
-        before = self._before[0]
-        if before is None or stage not in before:
-            return "not judged", "the step before is needed"
-        left, right, old = (side.numbers(stage)[:, 1].astype(np.float64) for side in (a, b, before))
+        if stage not in self._weights:  # a reward model that has learned long ago; or a step that is no longer kept
+            return (NOT_KEPT if stage == "weights" else "not judged"), "the weights before are needed"
+        left, right = (side.numbers(stage)[:, 1].astype(np.float64) for side in (a, b))
+        old = self._weights[stage]
         update = float(np.sqrt(((left - old) ** 2).mean()))
         ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
         bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
@@ -496,35 +511,33 @@ def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
 
 
 def compare_seams(trace: TraceFolder) -> Diff:
-    """Check that each resume of a run has begun with the state that the step before it has left."""
+    """Check that each resume of a run has begun with the state that the step before it has left. Raises StorageError."""
     result = Diff(str(trace.run), str(trace.run))
     for start, facts in sorted(trace.facts.items()):
-        before, state = trace.steps.get(start - 1), facts.get("state") or {}
-        if before is None or not state:
+        state, before = facts.get("state") or {}, trace.facts_at(start - 1)
+        if not state:
             continue
         result.num_steps += 1
-        same_ranks = facts["layout"] == trace.facts_at(start - 1)["layout"]
-        for stage in state:
+        for stage, at_resume in state.items():
             made = [
                 step for step in trace.steps if step < start and stage in trace.steps[step]
-            ]  # the reward model: not in each
-            left = (
-                trace.saved.get(start - 1) if stage == "optimizer" else trace.steps[max(made)][stage] if made else None
-            )
-            if (
-                left is None
-                or state.get(stage) is None
-                or left == state[stage]
-                or (stage == "random state" and not same_ranks)
-            ):
-                continue
-            result.partings.append(Parting(start, stage, "step"))
-            result.verdict = "part"
-            result.cause = (
-                f"the {stage} after step {start - 1} and at the resume differ: the checkpoint lost or changed them"
-            )
+            ]  # a reward model: not in each
+            if stage == "optimizer":
+                left = trace.saved.get(start - 1)
+            else:
+                left = trace.steps[max(made)][stage] if start - 1 in trace.steps and made else None
+            if left is None:
+                result.notes.append(
+                    f"the {stage} at the resume in step {start} has no record before it, and is not compared"
+                )
+            elif left != at_resume and (stage != "random state" or facts["layout"] == before["layout"]):
+                result.partings.append(Parting(start, stage, "step"))
+                result.verdict = "part"
     if not result.num_steps:
-        result.notes.append("the run was never resumed, so it has no seam")
+        raise StorageError(f"{trace.run} was never resumed, so it has no seam")
+    if first := result.first:
+        place = f"the {first.stage} after step {first.step - 1} and at the resume"
+        result.cause = f"{place} differ: the checkpoint lost or changed them"
     return result
 
 

@@ -19,19 +19,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import grpo_megatron
 from grpo_megatron import ConfigError
 from grpo_megatron.checks import validate
 from grpo_megatron.report.kit import PAGE_PARTS
-from grpo_megatron.report.trace_file import Leaves, StepFile, step_content
+from grpo_megatron.report.trace_file import Leaves
 from grpo_megatron.trust import certify
 from grpo_megatron.trust.certify import PROOFS, Bench, CertifyOptions
 from grpo_megatron.untrusted import parse_yaml
 from tests import worlds
 from tests.runs import make_run
+from tests.trust.test_diff import change_step
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = "reward.function=tests.trust.rewards_of_certify:"
@@ -154,14 +154,20 @@ def reds(bench: Bench) -> dict[str, str]:
 
 def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
     path = bench.work / "base/trace/step_000001.bin"
-    content, file = path.read_bytes(), StepFile(path)
+    lines = path.with_name("steps.jsonl")
+    content, roots = path.read_bytes(), lines.read_text()
 
     def rewrite(stage: str, column: int | None, row: int, source: int, change: float = 0.0) -> None:
+        def changed(stages: dict[str, Leaves]) -> None:
+            table = stages[stage].digests if column is None else stages[stage].numbers[:, column]
+            table[row] = table[source] + table.dtype.type(change)
+
+        restore()
+        change_step(bench.work / "base", 1, changed)
+
+    def restore() -> None:
         path.write_bytes(content)
-        stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n).copy()) for n in file._sizes}
-        table = stages[stage].digests if column is None else stages[stage].numbers[:, column]
-        table[row] = table[source] + table.dtype.type(change)
-        path.write_bytes(step_content(1, stages, np.array(file.rows), file.uids)[0])
+        lines.write_text(roots)
 
     rewrite("seeds", None, 3, 2)
     wrong = reds(bench)
@@ -172,7 +178,7 @@ def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
     )
     rewrite("engine log-probabilities", 0, 5, 5, 1e-3)
     assert list(reds(bench)) == ["engine against trainer"]
-    path.write_bytes(content)
+    restore()
     bench.metrics[1].pop("timing_s/attest")
     wrong = reds(bench)
     del bench.metrics

@@ -360,6 +360,19 @@ def make_runs(folder: Path, overrides: list[str], faults: list[str]) -> None:
             two_steps(run, folder / fault, ALL_FAULTS[fault][0] if fault in ALL_FAULTS else None)
 
 
+def change_step(run: Path, step: int, change: Callable[[dict[str, Leaves]], Any]) -> None:
+    """Change the record of a step, with its roots."""
+    path, lines = run / f"trace/step_{step:06d}.bin", run / "trace/steps.jsonl"
+    file = StepFile(path)
+    stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n), tuple(file.terms(n))) for n in file.roots}
+    change(stages)
+    content, roots = step_content(step, stages, np.array(file.rows), file.uids)
+    path.write_bytes(content)
+    rows = map(json.loads, lines.read_text().splitlines())
+    changed = [{**row, "stages": roots} if row["step"] == step and "stages" in row else row for row in rows]
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in changed))
+
+
 def traces(folder: Path, *names: str) -> list[TraceFolder]:
     return [TraceFolder(folder / name) for name in names]
 
@@ -407,6 +420,13 @@ BEYOND_ROUNDING = {
 }
 
 
+def test_the_first_update_is_judged(runs: Path) -> None:
+    """Its size follows from the weights that the run has begun with."""
+    for name, verdict in (("an optimizer step that is left out", "wrong"), ("another weight decay", "wrong")):
+        result = compare_runs(*traces(runs / "one", "honest", name), tolerance=True)
+        assert result.verdict == verdict and result.first and (result.first.step, result.first.stage) == (0, "weights")
+
+
 def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
     """The same run twice is equal. Another layout rounds differently, and a fault in it is still found."""
     assert compare_runs(*traces(runs, "one/honest", "one/again")).verdict == "equal"
@@ -451,12 +471,12 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "from token 1: left [('+ ', -1.5)]" in text and "from token 1: right [('+ ', -2.5)]" in text
 
-    def refuse(change: Callable[[Path], Any]) -> str:
+    def refuse(change: Callable[[Path], Any], **itself: bool) -> str:
         shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(honest, left)
         change(left)
         with pytest.raises(ConfigError) as error:
-            print_diff(DiffOptions(left=left, right=runs / "one/a lost first moment"))
+            print_diff(DiffOptions(left=left, **(itself or {"right": runs / "one/a lost first moment"})))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -469,15 +489,27 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "step_000001.bin is cut short" in cut
     lines = "trace/steps.jsonl"
     assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 2', b'"format": 0')))
+    assert "is not of the step" in refuse(
+        lambda run: shutil.copy(run / "trace/step_000000.bin", run / "trace/step_000001.bin")
+    )
+    assert "config.yaml cannot be read" in refuse(lambda run: (run / "config.yaml").unlink())
+    assert "no step in common" in refuse(lambda run: edit(run / lines, lambda old: old.splitlines(keepends=True)[0]))
+    assert "never resumed" in refuse(lambda run: None, itself=True)
+    no_list = lambda old: old.replace(b'"tensors"', b'"tensor"')  # noqa: E731
+    assert "no complete line with the facts" in refuse(lambda run: edit(run / lines, no_list))
     assert "beginning was cut" in refuse(lambda run: edit(run / lines, lambda old: old.partition(b"\n")[2]))
-    edit(left / "trace/step_000000.bin", lambda old: old)
     shutil.rmtree(left)
     shutil.copytree(honest, left)
     edit(left / lines, lambda old: b"".join(old.splitlines(keepends=True)[:2]))  # step 1 is missing
     result = compare_runs(TraceFolder(left), TraceFolder(honest))
     assert result.verdict == "equal" and "1 more steps, from step 1 on" in result.notes[0]
-    with pytest.raises(ConfigError, match="name two runs; or one with --self"):
-        DiffOptions(left=left)
+    for sides, message in (({}, "name two runs; or one with --self"), ({"right": left}, "both runs are")):
+        with pytest.raises(ConfigError, match=message):
+            DiffOptions(left=left, **sides)
+    (left / "trace/step_000000.bin").unlink()  # a difference that is no longer kept is not taken for rounding
+    change_step(runs / "one/the advantage of one row", 0, lambda stages: None)
+    judged = compare_runs(TraceFolder(left), TraceFolder(runs / "one/the advantage of one row"), tolerance=True)
+    assert judged.verdict == "part" and "cannot be judged" in judged.notes[-1]
 
 
 def test_two_large_steps_are_compared_with_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
