@@ -62,7 +62,7 @@ class CertifyOptions(Options):
 
     program = "certify"
     description = "Prove on this machine, by short runs of a config, what training relies on."
-    epilog = "Exit codes: 0 if no check is red, 1 if one is, 2 for a mistake in the config."
+    epilog = "Exit codes: 0 if no check is red, 1 if one is, 2 if nothing was checked."
     config: Annotated[Path, Argument("the YAML file of a run", "CONFIG")]
     overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
     minutes: Annotated[float, Option("leave out what would end later (default 10)", "N", gt=0)] = 10.0
