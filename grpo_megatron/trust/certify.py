@@ -323,8 +323,9 @@ def _order(bench: Bench) -> ProofResult:
     wrong = [
         f"step {step}: the {stage}" for (step, stage), root in sides[0].items() if sides[1].get((step, stage)) != root
     ]
-    sizes = " and ".join(str(trace.facts_at(0)["layout"]["world_size"]) for trace in (one, other))
-    return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes} ranks"
+    layouts = (trace.facts_at(0)["layout"] for trace in (one, other))
+    sizes = " and ".join(f"{layout['world_size']} ranks ({layout['dp']} data-parallel)" for layout in layouts)
+    return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes}"
 
 
 def _delays(bench: Bench) -> ProofResult:

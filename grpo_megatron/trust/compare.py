@@ -5,11 +5,11 @@ each stage has a bound on what rounding explains, and a stage beyond its bound i
 
     rows     |difference of means| <= B, and |difference of projections| / sqrt(tokens) <= 4 B,      B = FIRST[dtype] * (1 + u)
     tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 total),  G = GRADIENT[dtype] * (1 + 10 u)
-
     losses   |difference| <= B * max(1, |loss|, largest |advantage|)
 
 with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
-the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update.
+the bound of the probe after a sync (sync/attest.py). Weights, where u counts the
+step's own, too: rms(d) <= UPDATE[dtype] * (1 + u) of the step's update.
 Prompts, images, seeds, and rewards of equal responses have no rounding, nor have advantages that follow from rewards alone. A
 response parts where two logits are within the rounding of each other: n of them are explained while a Poisson number of mean
 2 B * tokens reaches n with a probability above 1e-6.
@@ -63,7 +63,7 @@ NO_EFFECT = re.compile(
 )
 LAYOUT = re.compile(
     r"trainer\.(nnodes|n_gpus|device)|actor\.(megatron\.|ppo_micro|ppo_max_token|share_prompts)|rollout\.(tensor_model|expert_parallel|gpu_"
-    r"|max_num|placement|rollout_ranks|sync|engine|free_cache|update_weights|enforce_eager)"
+    r"|max_num|placement|rollout_ranks|sync|engine_|free_cache|update_weights|enforce_eager)"
 )
 NOTHING, ROUNDING, RESULTS = "changes no number", "may change rounding", "may change results"
 EFFECTS = {"data": RESULTS, "code": RESULTS, "libraries": ROUNDING, "machine": ROUNDING, "layout": ROUNDING}
@@ -283,7 +283,7 @@ class _Sides:
                 yield parting
         self._keep_weights(a)
         for prefix in ("", *BESIDE):
-            self._updates[prefix] += sum(stage.startswith(f"{prefix}gradient norm") for stage in roots[0])
+            self._updates[prefix] += sum(stage.startswith(f"{prefix}losses") for stage in roots[0])
         self.num_updates = max(self._updates.values())
 
     def _keep_weights(self, file: StepFile | None) -> None:
@@ -405,7 +405,8 @@ class _Sides:
         old = self._weights[stage]
         update = float(np.sqrt(((left - old) ** 2).mean()))
         ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
-        bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
+        of_step = sum(name.startswith(stage.replace("weights", "losses")) for name in self.left.steps[a.step])
+        bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates + of_step)
         return _named(ratio <= bound), f"{ratio:.2g} of the step's update, bound {bound:.2g}"
 
 

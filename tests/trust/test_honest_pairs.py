@@ -15,7 +15,8 @@ import grpo_megatron
 from grpo_megatron.trust import certify
 from grpo_megatron.trust.certify import PROOFS
 from grpo_megatron.trust.compare import compare_runs
-from tests.runs import make_run
+from tests.runs import SIZES, make_run
+from tests.tiny import make_model
 from tests.trust import test_diff
 from tests.trust.test_certify import SETTINGS, RankBench
 from tests.worlds import ranks
@@ -60,11 +61,14 @@ def make_honest_runs(folder: Path, overrides: list[str]) -> None:
 @pytest.mark.soak
 def test_honest_pairs(tmp_path: Path) -> None:
     make_run(tmp_path)
+    make_model(tmp_path / "model", "qwen2", **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 2})  # for vLLM
     for layout, (size, overrides) in LAYOUTS.items():
         make_honest_runs(size, folder=tmp_path / layout, overrides=overrides)
     wrong, count = [], 0
     for case in range(NUM_CASES):
-        pairs = [((one, f"{case}"), (other, f"{case}")) for one, other in itertools.combinations(LAYOUTS, 2)]
+        combined = itertools.combinations(LAYOUTS, 2)
+        combined = ((one, other) for one, other in combined if ("vLLM" in one) == ("vLLM" in other))  # same samples
+        pairs = [((one, f"{case}"), (other, f"{case}")) for one, other in combined]
         pairs += [((layout, f"{case}"), (layout, f"{case} disturbed")) for layout in LAYOUTS]
         for left, right in pairs:
             is_same = left[0] == right[0]
@@ -73,7 +77,7 @@ def test_honest_pairs(tmp_path: Path) -> None:
             if result.verdict not in (("equal",) if is_same else ("equal", "explained")):
                 wrong.append(f"{left} and {right}: {result.verdict}, {result.first}, {result.cause}")
     print(f"{count} pairs, {len(wrong)} alarms")
-    assert not wrong and count >= 400, "\n".join(wrong)
+    assert not wrong and count >= 300, "\n".join(wrong)
 
 
 @pytest.mark.soak
@@ -81,6 +85,7 @@ def test_honest_pairs(tmp_path: Path) -> None:
 def test_a_killed_rank(tmp_path: Path, layout: str) -> None:
     """Four times a rank is killed in another phase; the resumed run is the undisturbed one, bit for bit, without a seam."""
     folder, (size, overrides) = make_run(tmp_path), LAYOUTS[layout]
+    make_model(folder / "model", "qwen2", **{**SIZES, "num_attention_heads": 2, "num_key_value_heads": 2})
     arguments = [*SETTINGS[:4], *overrides, f"trainer.n_gpus_per_node={size}", f"trainer.output_dir={tmp_path / 'out'}"]
     config = grpo_megatron.load_config(folder / "run.yaml", arguments)
     bench = RankBench(config, [f"{folder / 'run.yaml'}", *arguments], tmp_path / "work", time.monotonic() + 3000)
