@@ -8,7 +8,8 @@ the sequence that the model reads, and of every length that counts tokens to com
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -137,6 +138,7 @@ class Sample:
     trajectory_metrics: dict[str, float] = field(default_factory=dict)  # what the environment reports
     seed: int | None = field(default=None, kw_only=True)  # of its first token; None: not sampled by an engine
     reward_texts: dict[str, str] = field(default_factory=dict, kw_only=True)  # what it reports that is not a number
+    earned: float = field(default=0.0, kw_only=True)  # its part of `reward` from earlier sequences of the trajectory
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
     routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
@@ -150,6 +152,11 @@ class Sample:
         assert len(self.loss_mask) == len(self.response_ids), (
             f"loss_mask has {len(self.loss_mask)} entries for {len(self.response_ids)} response tokens"
         )
+
+
+def is_shared(size: int, prompt_length: int) -> bool:
+    """Says if a row whose prompt has its first `size` tokens from another row computes only the others."""
+    return 0 < prompt_length <= 2 * size
 
 
 TokenSpan = tuple[int, int]  # response tokens [start, end)
@@ -169,6 +176,9 @@ class GroupTable:
     response_length: list[int]  # all response tokens, in the loss or not
     truncated: list[bool]
     holder: list[int]  # global rank that holds the tokens
+    shared_length: list[int] = field(
+        default_factory=list
+    )  # of its prompt, with the trajectory's last row; empty: one row each
     raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
     turn_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # parts of `reward`: (last token, reward)
@@ -184,13 +194,57 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self.prompt_index)
 
-    def without_branches(self) -> GroupTable:
-        """One row per trajectory: the one that its end is in."""
-        if not any(index >= BRANCH for index in self.index):
+    def trajectories(self) -> list[list[int]]:
+        """Row numbers of each trajectory's sequences, as they were played: the last one has the end. In order of the ends."""
+        rows: dict[tuple[int, int], list[int]] = {}
+        for row, (prompt_index, index) in enumerate(zip(self.prompt_index, self.index, strict=True)):
+            rows.setdefault((prompt_index, index % BRANCH), []).append(row)
+        return [[*before, end] for end, *before in rows.values()]
+
+    def joined(self) -> GroupTable:
+        """One row per trajectory: its sequences' responses, one after the other, as if they were one."""
+        parts = self.trajectories()
+        if len(parts) == len(self):
             return self
-        rows = [row for row, index in enumerate(self.index) if index < BRANCH]
-        columns = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return GroupTable(**{name: [column[row] for row in rows] if column else [] for name, column in columns.items()})
+        columns = {
+            name: [column[rows[-1]] for rows in parts] if (column := getattr(self, name)) else []
+            for name in self.__dataclass_fields__
+        }
+        columns["prompt_length"] = [self.prompt_length[rows[0]] for rows in parts]
+        columns["response_length"] = [sum(self.response_length[row] for row in rows) for rows in parts]
+        for name in ("step_rewards", "turn_rewards", "loss_spans"):
+            shift = 2 if name == "loss_spans" else 1  # so many of a pair's numbers are tokens
+            if column := getattr(self, name):
+                columns[name] = [self._moved(column, rows, shift) for rows in parts]
+        if self.token_penalties:
+            columns["token_penalties"] = [[p for row in rows for p in self.token_penalties[row]] for rows in parts]
+        if self.values:
+            columns["values"] = [
+                [v for row in rows for v in self.values[row]] if all(self.values[row] for row in rows) else []
+                for rows in parts
+            ]
+        if self.num_kept_tokens:
+            columns["num_kept_tokens"] = [sum(self.num_kept_tokens[row] for row in rows) for rows in parts]
+        return GroupTable(**columns)
+
+    def _moved(self, column: list[list[Any]], rows: list[int], shift: int) -> list[Any]:
+        starts = [0, *itertools.accumulate(self.response_length[row] for row in rows)]
+        return [
+            (first + start, second + start * (shift - 1))
+            for start, row in zip(starts, rows, strict=False)
+            for first, second in column[row]
+        ]
+
+    def spread(self, of_trajectories: Sequence[Any]) -> list[Any]:
+        """Gives each row the number that was found for its trajectory in `joined`, or its own part of a list of tokens."""
+        values: list[Any] = [None] * len(self)
+        for rows, value in zip(self.trajectories(), of_trajectories, strict=True):
+            start = 0
+            for row in rows:
+                end = start + self.response_length[row]
+                values[row] = value[start:end] if isinstance(value, list) else value
+                start = end
+        return values
 
     def groups(self) -> list[list[int]]:
         """Row numbers of each prompt's samples, in order of prompt_index. Found once: a plan asks for them often."""
@@ -307,7 +361,7 @@ class Batch:
     token_weights: Tensor  # float32 [B, R], 0 outside the loss mask
     mini_batches: MiniBatches  # rows of this batch
     num_forward_only: list[int] = field(default_factory=list)  # of each mini-batch; see Plan
-    shares_prompts: bool = False  # consecutive rows of a micro-batch with equal prompts share its tokens
+    shares_prompts: bool = False  # consecutive rows of a micro-batch share the tokens that their prompts begin with
     rows: list[int] = field(default_factory=list)  # the table row of each sequence
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

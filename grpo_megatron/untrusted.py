@@ -242,7 +242,8 @@ def parse_json(content: bytes | str) -> Any:
     except UnicodeDecodeError:
         raise ReadError("is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ReadError(f"is not JSON ({error.msg} at line {error.lineno}, column {error.colno})") from None
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""  # one line of a file: the caller names its number
+        raise ReadError(f"is not JSON ({error.msg}: {line}column {error.colno})") from None
     except RecursionError:
         raise ReadError("is not JSON that can be read (nested too deeply)") from None
 

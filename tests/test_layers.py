@@ -51,7 +51,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "transformer_engine": ("transformer_engine",),
     "triton": ("models.layers.head_kernel", "models.lora.merge_kernel"),
     "vllm": ("rollout.vllm", "exact.vllm"),
-    "safetensors": ("models.", "convert.", "training."),
+    "safetensors": ("models.", "convert.", "training.", "trust.depth"),
     "transformers": ("data.", "starting.", "rollout.transformers", "models.vision", "convert.family"),
     "huggingface_hub": ("storage.hub",),
     "tokenizers": ("data.", "starting."),

@@ -32,6 +32,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     # A key head for each rank of the largest layout. By default transformers' embedding of token 1 has no gradient.
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4, "pad_token_id": None},
+    # One layer of three has no window. The embedding of a padding token would have no gradient.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 64,
+        "query_pre_attn_scalar": 100,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "pad_token_id": None,
+    },
     "qwen3": {"model_type": "qwen3", "head_dim": 64, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
 }
 

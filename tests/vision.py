@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 CHARACTERS = ["\n", *map(chr, range(32, 127))]
@@ -47,6 +48,7 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 100.0,  # so that the last angles, which turn with the time alone, matter
     "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [8, 4, 4]},
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TOP_LEVEL = {"tie_word_embeddings", *(name for name in COMMON if name.endswith("token_id") and "os_" not in name)}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
@@ -74,6 +76,7 @@ TOWERS: dict[str, dict[str, Any]] = {
         "hidden_act": "gelu_pytorch_tanh",
     },
 }
+TOWERS["qwen3_vl_moe"] = TOWERS["qwen3_vl"]
 TEMPLATE = (
     "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
     "{%- if message.content is string %}{{ message.content }}"
@@ -88,8 +91,10 @@ def make_config(family: str = "qwen2_5_vl", tower: dict[str, Any] | None = None,
     from transformers import AutoConfig
 
     vision = {**TOWERS[family], "patch_size": PATCH, "spatial_merge_size": MERGE, "temporal_patch_size": 2}
-    settings, vision = {**COMMON, **(QWEN3 if family == "qwen3_vl" else {}), **changes}, {**vision, **(tower or {})}
-    if family != "qwen3_vl":
+    older = family not in ("qwen3_vl", "qwen3_vl_moe")
+    own = {} if older else QWEN3 if family == "qwen3_vl" else QWEN3 | EXPERTS
+    settings, vision = {**COMMON, **own, **changes}, {**vision, **(tower or {})}
+    if older:
         return AutoConfig.for_model(family, **settings, vision_config=vision)
     top = {name: settings.pop(name) for name in TOP_LEVEL}
     return AutoConfig.for_model(family, **top, text_config=settings, vision_config=vision)
@@ -104,6 +109,10 @@ def make_model(folder: Path, family: str = "qwen2_5_vl", *, seed: int = 0, std: 
     model = AutoModelForImageTextToText.from_config(make_config(family, **changes), dtype=torch.float32)
     randomise(model, seed, std)
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":  # as published; transformers reads both
+        file = folder / "model.safetensors"
+        stacks = {n: t.transpose(-1, -2).contiguous() if ".experts." in n else t for n, t in load_file(file).items()}
+        save_file(stacks, file, {"format": "pt"})
     write_tokenizer(folder)
     return folder
 
@@ -182,7 +191,7 @@ def pixel_values(images: Sequence[Any], family: str = "qwen2_5_vl") -> tuple[tor
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    norm = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family == "qwen3_vl" else {}
+    norm = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if family.startswith("qwen3_vl") else {}
     processor = Qwen2VLImageProcessorPil(min_pixels=CELL * CELL, max_pixels=1 << 24, **norm)
     edges = [(image.size[1] * CELL, image.size[0] * CELL) for image in images]
     pictures = [Image.frombytes("RGB", size, image.pixels) for size, image in zip(edges, images, strict=True)]

@@ -109,22 +109,22 @@ def discounted_sums(values: Float[Tensor, "B R"], mask: Bool[Tensor, "B R"], dis
 def teacher_metrics(inputs: LossInputs, reverse_kl: Float[Tensor, "B R"], names: Sequence[str]) -> dict[str, MetricSum]:
     """Computes the token means of the sampled `reverse_kl`, log policy - log teacher: of all rows, teachers, positions.
 
-    With a divergence: its mean, and the share of tokens whose best token is the same.
+    With a divergence: of it, too, and of the agreement, the share of tokens whose best token is the same.
     """
     assert inputs.teacher_index is not None
-    has_teacher = inputs.mask & (inputs.teacher_index >= 0)
-    metrics = {"distillation/reverse_kl": _mean(reverse_kl, has_teacher)}
-    if len(names) > 1:
-        for number, name in enumerate(names):
+    has_teacher, metrics = inputs.mask & (inputs.teacher_index >= 0), dict[str, MetricSum]()
+    columns = {"reverse_kl": reverse_kl, "divergence": inputs.divergence, "agreement": inputs.agreement}
+    for column, values in columns.items():
+        if values is None:
+            continue
+        metrics[f"distillation/{column}"] = _mean(values, has_teacher)
+        for number, name in enumerate(names if len(names) > 1 else ()):
             part = has_teacher & (inputs.teacher_index == number)
-            metrics[f"distillation/reverse_kl/{name}"] = _mean(reverse_kl, part)
-    for first, end in zip(POSITIONS, (*POSITIONS[1:], reverse_kl.shape[1]), strict=True):
-        if first < reverse_kl.shape[1]:
-            values = _mean(reverse_kl[:, first:end], has_teacher[:, first:end])
-            metrics[f"distillation/reverse_kl/from_token_{first}"] = values
-    for name in ("divergence", "agreement"):
-        if (numbers := getattr(inputs, name)) is not None:
-            metrics[f"distillation/{name}"] = _mean(numbers, has_teacher)
+            metrics[f"distillation/{column}/{name}"] = _mean(values, part)
+        for first, end in zip(POSITIONS, (*POSITIONS[1:], values.shape[1]), strict=True):
+            if first < values.shape[1]:
+                part = values[:, first:end]
+                metrics[f"distillation/{column}/from_token_{first}"] = _mean(part, has_teacher[:, first:end])
     return metrics
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.registry import Registry
-from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_mini_batch
+from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -43,9 +43,9 @@ from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, rows_of_m
 # The cost is used where attention is at least a tenth of the mini-batch's. Elsewhere it is s: balanced tokens are balanced
 # memory too. Packing is by tokens in either case, since they are what fills a device.
 #
-# Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, which share a copy of it
-# (models/forward.py). Its later rows have no prompt tokens then, and cost the less. The plan takes such units if the
-# heaviest rank gets lighter by them: they are larger, so ranks may be less even.
+# Where `actor.share_prompts` is set, a unit may also be several rows of one prompt, or of one trajectory, which share a copy
+# of what their prompts begin with (models/forward.py). Its later rows are without these tokens, and cost the less. The plan
+# takes such units if the heaviest rank gets lighter by them: they are larger, so ranks may be less even.
 #
 # A row without a gradient (`forward_only_at_zero_advantage`) needs no backward pass, which costs twice the forward pass. Such
 # rows get micro-batches of their own, the last ones of a mini-batch, if that is cheaper. A micro-batch counts 3 with a
@@ -165,29 +165,38 @@ def _lighter(
         return whole
     merged, shared = [merge_prompts(units, table, actor, silent) for units in minis], [0] * len(table)
     for unit in itertools.chain.from_iterable(merged):
-        for row in unit[1:]:  # the first row of the unit computes the prompt
-            shared[row] = table.prompt_length[row]
+        for row in unit[1:]:  # the first row of the unit computes the tokens
+            shared[row] = shared_with_first(table, row)
     own = [s - p for s, p in zip(lengths, shared, strict=True)]
     sharing = assign(merged, dp, own, cost.of(lengths, table.response_length, shared), actor, silent)
     return replace(sharing, shares_prompts=True) if sharing.heaviest() < whole.heaviest() else whole
 
 
+def shared_with_first(table: GroupTable, row: int) -> int:
+    """The tokens that a row shares with the first row of its unit: its prompt, or what its trajectory's end begins with."""
+    return table.shared_length[row] if table.shared_length else table.prompt_length[row]
+
+
 def merge_prompts(
     units: list[Unit], table: GroupTable, actor: ActorConfig, forward_only: Collection[int] = ()
 ) -> list[Unit]:
-    """Units of one row each -> units of rows that share one copy of their prompt, as many as a micro-batch has room for."""
+    """Units of one row each -> units of rows that share their first tokens, as many as a micro-batch has room for."""
+
+    def kind_of(row: int) -> tuple[bool, int, int]:
+        return row in forward_only, table.prompt_index[row], table.index[row] % BRANCH if table.shared_length else 0
+
     most = actor.ppo_micro_batch_size_per_gpu or len(units)
     merged: list[Unit] = []
     kind, room = None, 0
-    for [row] in sorted(units, key=lambda unit: (unit[0] in forward_only, unit)):
-        response = table.response_length[row]
-        if kind == (table.prompt_index[row], row in forward_only) and response <= room and len(merged[-1]) < most:
+    for [row] in sorted(units, key=lambda unit: (kind_of(unit[0]), unit)):
+        shared, length = shared_with_first(table, row), table.prompt_length[row] + table.response_length[row]
+        fits = kind == kind_of(row) and length - shared <= room and len(merged[-1]) < most
+        if fits and is_shared(shared, table.prompt_length[row]):
             merged[-1].append(row)
+            room -= length - shared
         else:
             merged.append([row])
-            kind = table.prompt_index[row], row in forward_only
-            room = actor.ppo_max_token_len_per_gpu - table.prompt_length[row]
-        room -= response
+            kind, room = kind_of(row), actor.ppo_max_token_len_per_gpu - length
     return merged
 
 
@@ -356,7 +365,7 @@ def assign_rows(
     else:
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
-    metrics = _group_metrics(table)
+    metrics = _group_metrics(table.joined())
     plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
@@ -486,31 +495,28 @@ def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
 def row_weights(
     mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
-    """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows."""
+    """The weight of each row's loss tokens, from the counts of its mini-batch. A row with m copies counts as m rows.
+
+    The rows of one trajectory, which are in one mini-batch, count as one.
+    """
     norm_length = actor.loss_scale_factor or float(max_response_length)
     num_tokens = table.num_kept_tokens or table.num_loss_tokens()
-    weights = [0.0] * len(table)
+    trajectories = table.trajectories()
+    weights = [0.0] * len(trajectories)
     for mini in range(len(mini_batches[0])):
-        rows = [row for row in _rows_on_all_ranks(mini_batches, mini) for _ in range(copies[row])]
-        mini_weights = token_weights(actor.loss_agg_mode, [num_tokens[row] for row in rows], norm_length)
-        for row, weight in zip(rows, mini_weights, strict=True):
-            weights[row] += weight
-    return weights
+        present = set(_rows_on_all_ranks(mini_batches, mini))
+        counts = {i: sum(num_tokens[row] for row in rows if row in present) for i, rows in enumerate(trajectories)}
+        numbers = [i for i, count in counts.items() if count for _ in range(copies[trajectories[i][-1]])]
+        mini_weights = token_weights(actor.loss_agg_mode, [counts[i] for i in numbers], norm_length)
+        for i, weight in zip(numbers, mini_weights, strict=True):
+            weights[i] += weight
+    return table.spread(weights)
 
 
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
-    """Per row. The estimator compares trajectories; a branch has the advantage of its trajectory, however many there are."""
-    own = table.without_branches()
-    if own is table:
-        return _estimated(table, algorithm, trainable)
-    can_train = [trainable[row] for row, index in enumerate(table.index) if index < BRANCH]
-    found = dict(zip(zip(own.prompt_index, own.index, strict=True), _estimated(own, algorithm, can_train), strict=True))
-    if any(isinstance(value, list) for value in found.values()):
-        raise ValueError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator!r} gives one advantage per token, and a trajectory with"
-            " branches needs one for all of them; set adv_estimator=grpo, or rollout.multi_turn.kwargs.branches=refuse"
-        )
-    return [found[prompt, index % BRANCH] for prompt, index in zip(table.prompt_index, table.index, strict=True)]
+    """Per row. The estimator compares trajectories: the sequences of one are one response to it, however many they are."""
+    can_train = [any(trainable[row] for row in rows) for rows in table.trajectories()]
+    return table.spread(_estimated(table.joined(), algorithm, can_train))
 
 
 def _estimated(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
@@ -545,7 +551,7 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     """Shares of prompts without a gradient, and of samples without a reward.
 
     all_best and all_worst: every scorable reward of the prompt equals the highest (lowest) of the step. With rewards 0
-    and 1 these are the prompts that are too easy and too hard. Both shares are 1 when the whole step has one reward.
+    and 1 these are the prompts that are too easy and too hard. Where the whole step has one reward they are absent.
     """
     groups = table.groups()
     if not groups:
@@ -553,11 +559,11 @@ def _group_metrics(table: GroupTable) -> dict[str, float]:
     scorable = [r for r in table.reward if math.isfinite(r)]
     best, worst = {max(scorable, default=0.0)}, {min(scorable, default=0.0)}
     values = [{table.reward[row] for row in rows if math.isfinite(table.reward[row])} for rows in groups]
+    extremes = {"critic/all_best_ratio": best, "critic/all_worst_ratio": worst} if best != worst else {}
     return {
         "critic/zero_variance_ratio": 1.0 - sum(len(v) > 1 for v in values) / len(groups),
-        "critic/all_best_ratio": sum(v == best for v in values) / len(groups),
-        "critic/all_worst_ratio": sum(v == worst for v in values) / len(groups),
         "critic/unscorable_ratio": 1.0 - len(scorable) / len(table),
+        **{name: sum(v == extreme for v in values) / len(groups) for name, extreme in extremes.items()},
     }
 
 

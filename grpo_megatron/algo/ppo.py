@@ -98,17 +98,19 @@ def value_targets(table: GroupTable, gamma: float, lam: float) -> dict[int, list
 
     `lam` is the critic's own: decoupled lambda, VC-PPO, arXiv 2503.01491. Rows that `gae` gives 0 are absent.
     """
-    targets = {}
-    for row in _rows_with_values(table):
-        values = at_loss_tokens(table, row, table.values[row])
-        advantages = _advantages(table, row, gamma, lam)
-        targets[row] = spread_over_response(table, row, [a + v for a, v in zip(advantages, values, strict=True)])
-    return targets
+    whole = table.joined()
+    targets: list[float | list[float]] = [0.0] * len(whole)
+    for row in _rows_with_values(whole):
+        values = at_loss_tokens(whole, row, whole.values[row])
+        advantages = _advantages(whole, row, gamma, lam)
+        targets[row] = spread_over_response(whole, row, [a + v for a, v in zip(advantages, values, strict=True)])
+    return {row: found for row, found in enumerate(table.spread(targets)) if isinstance(found, list)}
 
 
 def length_adaptive_lams(table: GroupTable, alpha: float) -> list[float]:
     """Computes lambda of each row: 1 - 1 / (alpha * its loss tokens), at least 0 (VAPO, arXiv 2504.05118)."""
-    return [max(0.0, 1.0 - 1.0 / (alpha * count)) if count else 0.0 for count in table.num_loss_tokens()]
+    counts = table.joined().num_loss_tokens()
+    return table.spread([max(0.0, 1.0 - 1.0 / (alpha * count)) if count else 0.0 for count in counts])
 
 
 def explained_variance(table: GroupTable, targets: dict[int, list[float]]) -> float | None:

@@ -11,14 +11,14 @@ from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.algo.kl import kl_penalties
-from grpo_megatron.algo.losses import policy_losses
+from grpo_megatron.algo.losses import loss_facts, policy_losses
 from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
 from grpo_megatron.config.methods import methods
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
-from grpo_megatron.data.tokenizer import TurnRenderer
+from grpo_megatron.data.tokenizer import STABLE_CHATML, TurnRenderer
 from grpo_megatron.environments.pool import find_environment, make_environment
 from grpo_megatron.registry import Registry
 from grpo_megatron.rewards import check_reward, rewards
@@ -170,12 +170,12 @@ def source_problems(config: Config) -> Problems:
         )
 
 
-def task_problem(config: Config) -> str | None:
+def task_problem(config: Config) -> Problem | str | None:
     """Says why a task of the data cannot be used. None: all can, and something gives rewards for what the run samples."""
-    return next(filter(None, (_problem_of_task(config, source) for source in sources_of(config))), None)
+    return next((problem for source in sources_of(config) if (problem := _problem_of_task(config, source))), None)
 
 
-def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
+def _problem_of_task(config: Config, source: SourceFiles) -> Problem | str | None:
     key = marked("data.task") if source.name is None else f"{source.key}: task"
     name = source.data.task
     try:
@@ -189,7 +189,8 @@ def _problem_of_task(config: Config, source: SourceFiles) -> str | None:
             )
         given = source.reward or reward_name(config.reward)
         if not task.reward_names and given is None and not grades_itself(config):
-            return f"{key}={name!r} has no reward of its own; set reward.function"
+            text = f"{key}={name!r} has no reward of its own; set reward.function"
+            return Problem(text, ("reward.function", "reward.components"))
     except ValueError as error:
         return f"{key}: {error}"
     except Exception as error:  # whatever the user's module raises while it is imported
@@ -365,8 +366,6 @@ def environment_problems(config: Config) -> Problems:
             f"rollout.multi_turn.kwargs.temperature={temperature} is what requests of the program may name, and"
             f" {k.rollout.temperature!r}; set it to that"
         )
-    if multi_turn.kwargs.get("branches") == "samples" and config.actor.share_prompts:
-        yield f"{key} with kwargs.branches=samples gives a group several prompts; set {k.actor.share_prompts:key}=false"
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
         yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"
@@ -397,5 +396,11 @@ def check_environment(config: Config, tokenizer: Any, end_token_ids: Sequence[in
         stop_token_ids=rollout.stop_token_ids,
         end_token_ids=end_token_ids,
     )
-    renderer.check()
+    renderer.check(may_rewrite=rollout.multi_turn.history == "own")
+    k = keys_of(config)
+    if renderer.rewrites and loss_facts(config.actor).paired:
+        raise ConfigError(
+            f"{k.rollout.multi_turn.history}: this chat template changes earlier turns, which begins new rows, and"
+            f" {k.actor.loss_mode!r} compares pairs of one each; set history=keep_thinking, data.chat_template={STABLE_CHATML}"
+        )
     return CheckedEnvironment(renderer, environment.gives_rewards)

@@ -200,7 +200,7 @@ def lora_problems(config: Config, archs: Mapping[str, Architecture]) -> Problems
             yield f"{key.mode} needs Megatron-Core's layers, and {k.actor.megatron.transformer_impl}; {remedy}"
         if megatron.context_parallel_size > 1:
             yield f"{key.mode} needs Megatron-Core's layers, which cannot cut a sequence over ranks; {remedy}"
-        if archs[section].post_norms:
+        if archs[section].has_norms_after:
             yield f"{key.mode}: this model ({archs[section].family}) has a norm between W0 x and its sum; {remedy}"
         rows = lora_rows(archs[section], lora).values()
         if any(name.rpartition(".")[2] in ROUTER_NAMES for row in rows for name in row.layer_names):

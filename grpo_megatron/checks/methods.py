@@ -408,6 +408,8 @@ def _teachers(config: Config) -> Problems:
         if sum(one is not None for one in (teacher.path, teacher.self, teacher.url)) != 1:
             yield f"{key} needs either path, or self=start or current, or url; set one of them"
         yield from _server_problems(config, name, teacher)
+        if teacher.adapters is not None and teacher.path is None:
+            yield f"{key}.adapters={str(teacher.adapters)!r} need the model that they adapt; set {key}.path to it"
         if teacher.self is not None and teacher.dtype is not None:
             yield f"{key}.dtype={teacher.dtype}: it is the policy, in model.dtype; leave dtype out"
         if teacher.tensor_model_parallel_size is None:

@@ -20,7 +20,7 @@ from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_o
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.heads.reward_folder import HeadKind, RewardFolder, check_reward_weights, read_reward_folder
-from grpo_megatron.models.lora.peft_folder import is_peft_folder
+from grpo_megatron.models.lora.peft_folder import PeftFolder, is_peft_folder
 from grpo_megatron.models.weights.hf_folder import check_hf
 from grpo_megatron.planning.layout import world_problems
 from grpo_megatron.planning.parameters import RunModels
@@ -53,8 +53,9 @@ def scoring_models(config: Config) -> dict[str, ScoringModel]:
 def read_model(path: Path, key: str = "model.path", family: str | None = None) -> Architecture:
     """Reads the architecture that `path`/config.json describes, of a folder of regular files. `family`: `model.family`."""
     if is_peft_folder(path):
+        of_adapters = f"{key.removesuffix('path')}adapters" if key.startswith(TEACHERS) else "actor.lora.path"
         raise ConfigError(
-            f"{key}={str(path)!r} has adapters only; set {key} to their base and actor.lora.path to this folder, or make a"
+            f"{key}={str(path)!r} has adapters only; set {key} to their base and {of_adapters} to this folder, or make a"
             f" whole model: grpo-megatron convert merge {shlex.quote(str(path))} OUT"
         )
     try:
@@ -90,6 +91,10 @@ def check_complete(key: str, check: Callable[..., None], *folder: object) -> Non
         check(*folder)
     except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
         raise ConfigError(f"{key}: {error}\n  (fetch the folder again, or set {key} to a complete one)") from error
+
+
+def _check_adapters(folder: Path, arch: Architecture) -> None:
+    PeftFolder(folder).check(arch)
 
 
 def check_reference(config: Config, arch: Architecture) -> None:
@@ -210,6 +215,9 @@ class ModelFolders:
             key, path = f"{TEACHERS}{name}.path", config.teachers[name].path
             if path is not None and ((policy and not elsewhere) or has_weights(path)):
                 problems.attempt(key, check_complete, key, check_hf, path, arch)
+            if (adapters := config.teachers[name].adapters) is not None:
+                key = f"{TEACHERS}{name}.adapters"
+                problems.attempt(key, check_complete, key, _check_adapters, adapters, arch)
         for key, folder in self.beside.items():
             if elsewhere and not has_weights(folder.path):
                 continue
@@ -301,11 +309,6 @@ def _teacher_problems(
                 f" {k.max_response_length:key} = {total} exceed its max_position_embeddings"
                 f" {arch.max_position_embeddings}; lower one of them"
             )
-    if policy is not None and arch.vocab_size < policy.vocab_size:
-        yield (
-            f"{named} has {arch.vocab_size} rows of vocabulary, and the policy {policy.vocab_size}: it has no probability of"
-            f" the ids from {arch.vocab_size} on; take a teacher with as many rows or more"
-        )
     if arch.vision is not None or (policy is not None and policy.vision is not None):
         yield f"{named}: distillation of models that read images is not made; take models that read text alone"
     if config.actor.share_prompts and arch.latent is not None:

@@ -27,6 +27,7 @@ from grpo_megatron.data.images import image_files
 from grpo_megatron.data.rows import FORMATS, files_of_split, open_rows
 from grpo_megatron.models.families import read_config
 from grpo_megatron.report.progress import awaited
+from grpo_megatron.rewards.teacher_server import ServerError, TeacherServer, identity_changes, teacher_server
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.run_files import STEP_FILE, WARM_UP_FOLDER, on_disk, read_step, steps_of
@@ -35,8 +36,8 @@ from grpo_megatron.untrusted import ReadError, redacted
 RESUME_CLASSES = {key.name: key.resume for key in config_keys(Config)}
 LONGEST_VALUE = 80  # characters of a value in a message
 REMEDY = (
-    "put the old value back; or start a new run from these weights: `grpo-megatron convert to-hf` makes a model folder"
-    " of a checkpoint, for model.path of another trainer.output_dir"
+    "start a new run in another trainer.output_dir (with these weights: `grpo-megatron convert to-hf` makes a folder for"
+    " model.path of a checkpoint), or put the old value back"
 )
 
 
@@ -151,7 +152,7 @@ def announcement(changed: list[Difference], updates_done: int, total_updates: in
 # `sha256sum` prints). A file that is named by a key of the resume class `fixed` must not change. A change of the user's code,
 # and of a file that a resumed run may exchange (`data.val_files`), is printed, and the run goes on. Of the code, the file of
 # the named module is compared, and not the modules that it imports. The images that the rows of a data file name by path are
-# one entry, if the model reads images.
+# one entry, if the model reads images. So is a teacher's server: its version, and log-probabilities of fixed tokens.
 #
 # At a first start, threads of rank 0 hash the files while the run goes on. At a resume, the process that checks the config
 # hashes them again before any rank meets another. One thread hashes 1.8 GB/s in memory, and 0.4 GB/s from a file on a busy
@@ -163,7 +164,8 @@ OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weight
 START = 4
 FUNCTION = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # my.module:function
 ACCEPTING = (
-    "put the old one back; start a new run in another trainer.output_dir; or set trainer.accept_changed_inputs=true"
+    "start a new run in another trainer.output_dir; put the old one back; or go on with it:"
+    " trainer.accept_changed_inputs=true"
 )
 Recorded = dict[str, dict[str, dict[str, Any]]]  # key of the config -> file, or module:function -> {size, sha256}
 
@@ -179,10 +181,16 @@ class InputFile:
     name: str
     path: Path
     images: Path | None = None
+    server: TeacherServer | None = None  # no file: the weights that it serves
 
 
 def input_files(config: Config) -> Iterator[InputFile]:
     """Lists the files that the config names, in its order. Those that are missing are left to other checks."""
+    for name, teacher in config.teachers.items():
+        if teacher.url is not None and teacher.model is not None:
+            with contextlib.suppress(ValueError):  # without its key, which another check reports
+                server = teacher_server(name, teacher.model_copy(update={"retries": 2, "timeout_s": 60.0}), 0)
+                yield InputFile(f"teachers.{name}", teacher.model, Path(teacher.url), server=server)
     reads_images = False
     with contextlib.suppress(ValueError):  # reported by another check
         reads_images = "vision_config" in read_config(config.model.path)
@@ -245,7 +253,9 @@ class InputDigests:
             place = file.path, file.images
             if place in self._entries:
                 continue
-            if old and file.path.suffix in OF_WEIGHTS and old["size"] == file.path.stat().st_size:
+            if file.server is not None:
+                self._entries[place] = self._pool.submit(file.server.identity)
+            elif old and file.path.suffix in OF_WEIGHTS and old["size"] == file.path.stat().st_size:
                 self._entries[place] = old
             elif file.images:
                 self._entries[place] = self._pool.submit(_image_entry, file.path, file.images)
@@ -257,7 +267,7 @@ class InputDigests:
         recorded: Recorded = {}
         for file in self.files:
             entry = self._entries[file.path, file.images]
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError, ServerError):
                 entry = entry if isinstance(entry, dict) else entry.result()
                 recorded.setdefault(file.key, {})[file.name] = entry
         return recorded
@@ -365,6 +375,8 @@ def _changes(
             if before is None or now is None:
                 if not may_differ and not FUNCTION.fullmatch(name):
                     yield key, name, "is new" if before is None else "is gone"
+            elif "logprobs" in before and "logprobs" in now:
+                yield from ((key, name, text) for text in identity_changes(before, now))
             elif before["sha256"] != now["sha256"]:
                 facts = f"{before['size']:,} bytes -> {now['size']:,} bytes"
                 if before["size"] == now["size"]:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import methods, with_defaults
+from grpo_megatron.config.options import COMMAND_NAME
 from grpo_megatron.config.problems import CHANGE_ME, KEY_MARK, Problem
 from grpo_megatron.config.section import config_keys, reason_and_remedy
 from grpo_megatron.config.tables import read_yaml_table
@@ -184,10 +185,12 @@ def _explain(error: Any) -> str:
     """Explains one pydantic error in a line; for an unknown key with the nearest known key."""
     location = cut(".".join(str(part) for part in error["loc"]))
     if error["type"] == "extra_forbidden":
-        from grpo_megatron.migration.translation import MEANT, SAME_NAME, explained, known_elsewhere
+        from grpo_megatron.migration.translation import MEANT, SAME_NAME, explained, known_elsewhere, with_words_of
 
-        known = _fields_at(error["loc"][:-1])
-        close = difflib.get_close_matches(str(error["loc"][-1])[:100], known, n=1)
+        known, leaf = _fields_at(error["loc"][:-1]), str(error["loc"][-1])[:100]
+        close = (with_words_of(leaf, known) if len(error["loc"]) > 1 else []) or difflib.get_close_matches(
+            leaf, known, n=1
+        )
         elsewhere = known_elsewhere(location)
         if close and (elsewhere is None or elsewhere.startswith(SAME_NAME)):  # of this section first
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
@@ -235,6 +238,7 @@ def with_other_mistakes(wrong: WrongKeys, check: Callable[[Config], object]) -> 
     return wrong.problems
 
 
+MISSING = re.compile("No such file|is not a folder, and")
 LEFT_OUT = re.compile(f"leave (it|{KEY_MARK}?[a-z_]+[.][a-z_.]+{KEY_MARK}?) out(?! [(]on a command line)( [(])?")
 
 
@@ -248,6 +252,17 @@ def for_command_line(problem: Problem) -> Problem:
         return added if "." in key else match[0]
 
     return Problem(LEFT_OUT.sub(typed, problem.message), problem.others)
+
+
+def preparation(path: Path, problems: Sequence[Problem]) -> list[Problem]:
+    """Names the commands that make the missing inputs of an example: the quickstart, and `prepare` in the file's comments."""
+    text = "\n".join(problem.text for problem in problems if MISSING.search(problem.text))
+    commands = [f"{COMMAND_NAME} quickstart"] if "outputs/quickstart/" in text else []
+    if text and path.is_file():
+        commands += re.findall(r"^# +(python -m grpo_megatron prepare .*[^\\\n])$", path.read_text(), re.MULTILINE)
+    return (
+        [Problem(f"first make the inputs of {path}, in this folder:\n  " + "\n  ".join(commands))] if commands else []
+    )
 
 
 def in_file_order(problems: Sequence[Problem], path: Path, overrides: Sequence[str]) -> list[Problem]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import methods
-from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, parse
+from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, check_choice, parse
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
 from grpo_megatron.processes.variables import check_rank_variables
@@ -210,6 +210,7 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
     for name, command in COMMANDS.items():
         if command.help is not None:
             names.add_parser(name, help=command.help, add_help=False)
+    check_choice(parser, "command", argv, names.choices)
     parser.parse_args(argv)
     raise AssertionError(f"argparse knows a command that COMMANDS lacks: {argv[:1]}")
 

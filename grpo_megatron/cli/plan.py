@@ -58,6 +58,7 @@ from grpo_megatron.report.kit import text_page
 from grpo_megatron.rollout.vllm.arguments import loops_over_requests
 from grpo_megatron.rollout.vllm.versions import installed_vllm
 from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.transformer_engine import FLASH_ATTENTION, attention_gap
 from grpo_megatron.untrusted import reason_of, redacted
 
@@ -307,7 +308,14 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
     missing = [] if checked.has_weights else ["the weights are still on the Hub"]
     missing += [Problem.of(problem).text.partition(";")[0] for problem in problems]
     missing += [f"in the episode above {text}" for who, text in checked.episode if who == "WARNING"]
-    return f"READY EXCEPT: {'; '.join(missing)}" if missing else "READY: without --dry-run the run starts"
+    trainer, begins = config.trainer, "starts"
+    if trainer.resume_mode == "auto" and (checkpoints := on_disk(trainer.output_dir)):
+        begins = (
+            f"goes on after step {steps_of(checkpoints[-1])} of {trainer.total_training_steps}, from {checkpoints[-1]}"
+        )
+    if missing:
+        return f"READY EXCEPT: {'; '.join(missing)}" + (f"; the run {begins}" if begins != "starts" else "")
+    return f"READY: without --dry-run the run {begins}"
 
 
 def _own_gpu(config: Config) -> Gpu | None:

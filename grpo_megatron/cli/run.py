@@ -22,6 +22,7 @@ from grpo_megatron.cli.config_file import (
     for_command_line,
     in_file_order,
     load_config,
+    preparation,
     reward_defaults,
     with_other_mistakes,
 )
@@ -55,7 +56,7 @@ def train(options: RunOptions, argv: list[str], main: Main) -> int:
         if isinstance(error, WrongKeys):
             problems = with_other_mistakes(error, functools.partial(_validate, options, argv, wrong_keys=error.keys))
         problems = in_file_order(problems, options.config, options.settings)
-        raise ConfigError(*map(for_command_line, problems)) from error
+        raise ConfigError(*map(for_command_line, problems), *preparation(options.config, problems)) from error
 
 
 def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:

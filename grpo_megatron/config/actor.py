@@ -32,7 +32,7 @@ class ActorConfig(Section):
         float | None, Needs(".loss_agg_mode=seq-mean-token-sum-norm or critic.loss_agg_mode=seq-mean-token-sum-norm")
     ] = Field(None, ge=1e-3, le=1e12)
     """L of seq-mean-token-sum-norm; null: data.max_response_length"""
-    clip_ratio_low: float = Field(0.2, ge=0)
+    clip_ratio_low: float = Field(0.2, ge=0, le=1)
     """ratios below 1 - this are clipped"""
     clip_ratio_high: float = Field(0.2, ge=0)
     """ratios above 1 + this are clipped"""

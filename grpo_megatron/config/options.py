@@ -10,7 +10,7 @@ parse(WatchOptions, ["outputs/run", "--every", "5"]) == WatchOptions(run=Path("o
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import UnionType
@@ -117,15 +117,23 @@ def parse(kind: type[T], argv: Sequence[str]) -> T:
     """Reads the options of a command line. argparse ends the process with exit code 2. Raises ConfigError."""
     parser = parser_of(kind)
     if kind.actions:
-        values = vars(parser.parse_args(argv))
-        return kind.actions[values.pop("action")](**values)  # type: ignore[return-value]
-    namespace, rest = parser.parse_known_intermixed_args(argv)  # type: ignore[arg-type]
+        check_choice(parser, kind.action_metavar, argv, kind.actions)
+        namespace, rest = parser.parse_known_args(argv)
+        kind = kind.actions[vars(namespace).pop("action")]  # type: ignore[assignment]
+    else:
+        namespace, rest = parser.parse_known_intermixed_args(argv)  # type: ignore[arg-type]
     if rest:
         fields = kind.model_fields.items()
         flags = [_flag(name, _presentation(field)) for name, field in fields if field.description != HIDDEN]
         kind_of_word = "option" if rest[0].startswith("-") else "argument"
         parser.error(f"unknown {kind_of_word} {rest[0]}{did_you_mean(rest[0], flags)}")
     return kind(**vars(namespace))
+
+
+def check_choice(parser: argparse.ArgumentParser, what: str, argv: Sequence[str], known: Iterable[str]) -> None:
+    """Ends the process where the first word is close to a known one and is none; argparse names only all of them."""
+    if argv and argv[0] not in known and (hint := did_you_mean(argv[0], known)):
+        parser.error(f"unknown {what} {argv[0]}{hint}")
 
 
 def parser_of(kind: type[Options]) -> argparse.ArgumentParser:

@@ -58,6 +58,8 @@ class MultiTurnConfig(Section):
     """registered tools, or module:function"""
     format: Annotated[str, OF_TOOLS] = "hermes"
     """how the model writes a tool call (environments/tool_environment.py)"""
+    history: Literal["own", "keep_thinking"] = "own"
+    """a template that changes earlier turns (Qwen3's drops thoughts): each begins a new row, or the template is refused"""
     max_assistant_turns: int = Field(8, ge=1)
     """a trajectory ends after so many"""
     max_parallel_calls: Annotated[int, OF_TOOLS] = Field(4, ge=1)

@@ -17,6 +17,8 @@ class TeacherConfig(Section):
 
     path: Path | None = None
     """Hugging Face folder of a model with the policy's vocabulary, of any family and size"""
+    adapters: Path | None = None
+    """with path: a PEFT folder of LoRA, which is merged into its weights"""
     self: Literal["start", "current"] | None = None
     """instead of a path: the policy itself, as it starts or as it is; with a prompt_column"""
     url: str | None = None

@@ -18,7 +18,7 @@ from grpo_megatron.convert.megatron import MegatronFolder
 from grpo_megatron.convert.source import FLOATS, HFFolder, Source, dtype_name
 from grpo_megatron.models.lora.merge import merge
 from grpo_megatron.models.lora.peft_folder import PeftFolder, is_peft_folder, write_peft
-from grpo_megatron.models.lora.table import lora_rows
+from grpo_megatron.models.lora.table import factors_of_weights
 from grpo_megatron.models.weights.stream import WeightsError
 from grpo_megatron.storage.files import sha256_of
 from grpo_megatron.storage.hub import model_folder
@@ -54,12 +54,7 @@ class AdaptedModel(Source):
                 raise ConvertError(str(error)) from error
         self._model_dtype = FLOATS[dtype] if dtype in FLOATS else self.base.dtype()
         self.dtypes = self.result_dtypes(self._model_dtype)
-        rows = list(lora_rows(self.arch, self.lora).values())  # A and B in turn
-        self._names = {  # weight -> its factors
-            f"{layer}.weight": (a, b)
-            for row_a, row_b in zip(rows[::2], rows[1::2], strict=True)
-            for layer, a, b in zip(row_a.layer_names, row_a.hf, row_b.hf, strict=True)
-        }
+        self._names = factors_of_weights(self.arch, self.lora)
         self.num_files, self.layout = self.base.num_files, f"adapters of rank {self.lora.rank} on {base}"
 
     def check_base(self) -> None:

@@ -60,7 +60,7 @@ def load_args(arch: Architecture) -> dict[str, Any]:
         "rotary_seq_len_interpolation_factor": int(arch.rope_linear_factor) if arch.rope_linear_factor else None,
         "norm_epsilon": arch.norm_eps,
         "apply_layernorm_1p": False,
-        "swiglu": True,
+        "swiglu": not arch.gelu,
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not arch.tied,
         "padded_vocab_size": -(-arch.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,

@@ -34,8 +34,9 @@ from grpo_megatron.models.heads.reward_folder import (
     exported_config,
     read_reward_folder,
 )
-from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, name_in_file, tensor_problems
-from grpo_megatron.models.weights.stacked import file_tensors, is_mxfp4, join_experts, joined_shape
+from grpo_megatron.models.weights.file_names import file_tensors
+from grpo_megatron.models.weights.hf_folder import INDEX_FILE, SafetensorsFolder, tensor_problems
+from grpo_megatron.models.weights.mxfp4 import is_mxfp4
 from grpo_megatron.models.weights.stream import WeightsError, model_rows
 from grpo_megatron.models.weights.table import Replicated, WeightRow
 from grpo_megatron.storage.files import Verification
@@ -338,14 +339,14 @@ def plan_shards(shapes: Shapes, dtypes: Dtypes, shard_bytes: int) -> dict[str, S
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups)}
 
 
-def safetensors_header(shapes: Shapes, dtypes: Dtypes, model_type: str = "") -> bytes:
+def safetensors_header(shapes: Shapes, dtypes: Dtypes) -> bytes:
     """Returns the start of a safetensors file: the length of the JSON, then the JSON, padded to a multiple of 8 bytes."""
     names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtypes[name].itemsize
-        entries[name_in_file(name, model_type)] = {
+        entries[name] = {
             "dtype": names[dtypes[name]],
             "shape": list(shape),
             "data_offsets": [offset, end],
@@ -366,19 +367,22 @@ def write_shards(
     """
     family = str(source.config["model_type"])
     extras = source.extras.tensors if source.extras is not None else {}
-    dtypes = source.result_dtypes(dtype) | {name: TORCH_DTYPES[tensor.dtype] for name, tensor in extras.items()}
-    parts = file_tensors([] if only_extras else source.shapes(), family) | {name: [name] for name in extras}
-    of_parts = source.shapes() | {name: tensor.shape for name, tensor in extras.items()}
-    shapes = {name: joined_shape(name, [of_parts[part] for part in of_name]) for name, of_name in parts.items()}
-    dtypes |= {name: dtypes[of_name[0]] for name, of_name in parts.items()}
+    of_table = source.result_dtypes(dtype) | {name: TORCH_DTYPES[tensor.dtype] for name, tensor in extras.items()}
+    tensors = ({} if only_extras else source.shapes()) | {name: tensor.shape for name, tensor in extras.items()}
+    in_files = file_tensors(tensors, family)
+    shapes = {name: tensor.shape for name, tensor in in_files.items()}
+    dtypes = {name: of_table[tensor.parts[0]] for name, tensor in in_files.items()}
+
+    def read(name: str) -> Tensor:
+        return source.read(name) if name not in extras else source.extras.read(name)  # type: ignore[union-attr]
+
     shards = {EXTRAS_FILE: shapes} if only_extras else plan_shards(shapes, dtypes, shard_bytes)
     with HashedFiles(folder) as files:
         for file_name, shard in shards.items():
             files.begin(file_name)
-            files.write(safetensors_header(shard, dtypes, family))
+            files.write(safetensors_header(shard, dtypes))
             for name, shape in shard.items():
-                read = source.read if name not in extras else source.extras.read  # type: ignore[union-attr]
-                tensor = join_experts(name, [read(part) for part in parts[name]])
+                tensor = in_files[name].join(read)
                 for first, last in row_blocks(shape):
                     block = tensor[first:last].to(dtypes[name]).contiguous().view(-1).view(torch.uint8)
                     files.write(memoryview(block.numpy()))  # type: ignore[arg-type]
@@ -387,7 +391,7 @@ def write_shards(
                 del tensor, block  # before the next one is read
     if len(shards) > 1:
         total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
-        weight_map = {name_in_file(name, family): file_name for file_name, shard in shards.items() for name in shard}
+        weight_map = {name: file_name for file_name, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     return files.hashes

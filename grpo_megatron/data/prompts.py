@@ -23,11 +23,12 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig, TeacherConfig
+from grpo_megatron.config.problems import Problem
 from grpo_megatron.data.images import IMAGE_MARK, has_images
 from grpo_megatron.data.rows import Messages, Question, RowSet, read_question
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
-from grpo_megatron.data.tokenizer import TurnRenderer, render_chat, tokenizer_classes
+from grpo_megatron.data.tokenizer import TurnRenderer, decoded_by_file, render_chat, tokenizer_classes
 from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
 from grpo_megatron.untrusted import shown
@@ -68,7 +69,8 @@ def load_prompts(
     """
     task = get_task(data.task)
     if reward_override is None and task.reward is None and not task.rewards:
-        raise ConfigError(f"data.task={data.task!r} has no reward of its own; set reward.function")
+        keys = ("data.task", "reward.function", "reward.components")
+        raise ConfigError(Problem(f"data.task={data.task!r} has no reward of its own; set reward.function", keys))
     rows = RowSet(files, source or task.name, image_format(tokenizer))
     used = min(len(rows), max_samples or len(rows))
     reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source, teachers)
@@ -227,19 +229,28 @@ class RowRenderer:
         return fits
 
     def _check_tokenizer(self, texts: list[str]) -> None:
-        """Warn of the first prompt of which the tokenizer loses text."""
+        """Warn of the first prompt of which the tokenizer loses text, once for each tokenizer."""
+        if getattr(self.tokenizer, "loss_is_reported", False):
+            return
         for text, ids in zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
             back = self.tokenizer.decode(ids)
-            if _letters(back) != _letters(text):  # a tokenizer class that does not fit its files
+            if _letters(back) != _letters(text):
                 lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
+                cause = (
+                    "the model cannot read what its vocabulary lacks; write the rows without it, or take another model"
+                    if _letters(text) != _letters(decoded_by_file(self.tokenizer, text))
+                    else "that class does not fit its files; correct tokenizer_class in tokenizer_config.json, or set"
+                    " model.tokenizer_path"
+                )
                 logger.warning(
-                    "the tokenizer (%s) turns %r into %r%s; if that class does not fit its files, correct tokenizer_class in"
-                    " tokenizer_config.json, or set model.tokenizer_path",
+                    "the tokenizer (%s) turns %r into %r%s: %s",
                     tokenizer_classes(self.tokenizer),
                     text[:120],
                     back[:120],
                     f", without {lost!r}" if lost else "",
+                    cause,
                 )
+                self.tokenizer.loss_is_reported = True
                 return
 
 

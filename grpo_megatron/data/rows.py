@@ -614,9 +614,8 @@ class RowSet(JoinedRows):
                 more = [f"  and {len(wrong) - SHOWN_PROBLEMS} more"] if len(wrong) > SHOWN_PROBLEMS else []
                 total = min(len(file), checked - first)
                 of = f"the first {total}" if total < len(file) else f"{total}"
-                texts.append(
-                    "\n".join([f"data file {str(path)!r}: {len(wrong)} of {of} rows are wrong:", *lines, *more])
-                )
+                of += f" row{'s' * (total > 1)} {'are' if len(wrong) > 1 else 'is'} wrong"
+                texts.append("\n".join([f"data file {str(path)!r}: {len(wrong)} of {of}:", *lines, *more]))
         return ConfigError(*texts)
 
 

@@ -100,6 +100,17 @@ def tokenizer_classes(tokenizer: Any) -> str:
     return f"saved as {saved}, loaded as {loaded}" if saved not in ("", loaded.removesuffix("Fast")) else loaded
 
 
+def decoded_by_file(tokenizer: Any, text: str) -> str:
+    """Tokenise and decode by tokenizer.json as it is, whatever class the folder names; without that file, return the text."""
+    from transformers import PreTrainedTokenizerFast
+
+    file = Path(tokenizer.name_or_path) / "tokenizer.json"
+    if not file.exists():
+        return text
+    plain = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    return str(plain.decode(plain(text, add_special_tokens=False)["input_ids"]))
+
+
 def _saved_class(folder: Path) -> str:
     """Read the class in tokenizer_config.json, without "Fast", which names the same tokenizer; "" where there is none."""
     file = folder / "tokenizer_config.json"
@@ -254,7 +265,9 @@ def render_chat(
 #
 # So an observation depends on the answers only, and a trajectory's tokens are the prompt, then in turn what the model wrote
 # and what was observed. This equals the template's own rendering of the whole conversation if the template does not
-# change a turn when others follow it. `TurnRenderer.check` finds templates that do.
+# change a turn when others follow it. `TurnRenderer.check` finds templates that do: Qwen3's drops the thoughts of earlier
+# turns. Those render the whole conversation before each turn (`TurnRenderer.whole`). Where its text goes on from what the
+# model has read and written, the rest is an observation. Elsewhere a new row begins, whose prompt is the whole.
 
 logger = logging.getLogger(__name__)
 
@@ -276,13 +289,19 @@ REMEDIES = {
 }
 
 
+class RewritingTemplateError(ConfigError):
+    """The chat template changes earlier turns."""
+
+
 class TurnRenderer:
     """A renderer of prompts and observations as token ids.
 
     `tools` are the JSON schemas that the template shows. `end_token_ids` are those of `EndTokens`; the tokenizer's own is
     always one of them. `stop_token_ids` are the engine's further stop tokens, which belong to the text of a turn. `where`
-    names the user of this renderer in messages.
+    names the user of this renderer in messages. `rewrites`: the template changes earlier turns, as `check` has found out.
     """
+
+    rewrites = False
 
     def __init__(
         self,
@@ -331,9 +350,42 @@ class TurnRenderer:
         return ids[self._length_of_end(ids) :] if ended_with_eos else ids
 
     @cached_property
+    def opening(self) -> str:
+        """The beginning of the assistant's text that the prompt has written for it: an open <think>, or nothing."""
+        _, mark, text = self._before.rpartition("<think>")
+        return mark + text if mark and "</think>" not in text else ""
+
+    @cached_property
+    def turn_ends(self) -> set[int]:
+        """The tokens that end a turn and are no part of its text."""
+        with contextlib.suppress(ConfigError):  # GLM: the token that begins the next turn ends this one
+            return {*self.end_token_ids, self.end_of_turn}
+        return self.end_token_ids
+
+    def whole(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], read: str, end: int | None
+    ) -> tuple[list[int], str, bool]:
+        """Render a conversation up to the assistant's next turn, as (token ids, text, goes on).
+
+        `read`: what the model has read and written so far, as text; `end`: the token that has ended its turn, if it wrote one.
+        Where the text goes on from these, the ids are what follows, as in `observation`. Otherwise they are a whole prompt.
+        The messages are safe (`answered`), or the assistant's.
+        """
+        safe = [_broken_up(message, self._special_tokens) for message in messages]
+        shown = [dict(tool) for tool in tools] or self.tools
+        text = render_chat(_with_call_ids(safe), self.tokenizer, self.where, shown, generate=True)
+        if read and text.startswith(read):
+            ids = self._encode(text[len(read) :])
+            with contextlib.suppress(ConfigError):
+                length = self._length_of_end(ids)
+                if end in (None, ids[length - 1]):
+                    return ids[length:] if end is not None else ids, text, True
+        return self._encode(text), text, False
+
+    @cached_property
     def end_of_turn(self) -> int:
         """The token with which the template ends the assistant's turn. Raises ConfigError: generation does not stop there."""
-        ids = self._encode(self._ended.rpartition(self._stand_in)[2])
+        ids = self._encode(self._ended.rpartition(STAND_IN)[2])
         return ids[self._length_of_end(ids) - 1]
 
     def assistant_text(self, message: Mapping[str, Any]) -> str:
@@ -356,37 +408,60 @@ class TurnRenderer:
             )
         return text[len(before) :].rpartition(self.tokenizer.decode([self.end_of_turn]))[0]
 
-    def check(self, role: str | None = None) -> None:
+    def check(self, role: str | None = None, *, may_rewrite: bool = False) -> None:
         """Raise ConfigError for a template with which a trajectory would not be what the template makes of it.
 
-        `role` is that of the environment's answers; default: "tool" with tools, otherwise "user".
+        `role` is that of the environment's answers; default: "tool" with tools, otherwise "user". `may_rewrite`: a
+        template that changes earlier turns sets `rewrites`.
         """
         role = role or ("tool" if self.tools else "user")
+        try:
+            self._check(role)
+        except RewritingTemplateError:
+            if not may_rewrite:
+                raise
+            self.rewrites = True
+            self._check_whole(role)
+        self._warn_of_hidden_tools(self._before)
+
+    def _check_whole(self, role: str) -> None:
+        [answer] = _with_call_ids([{"role": role, "content": MARKER}])
+        text = self._render([QUESTION, _assistant(STAND_IN), answer], generate=True)
+        header, shown, rest = text.partition(STAND_IN)
+        if not shown or MARKER not in rest:
+            raise self._refusal(f"shows nothing of an answer, or of a message with role {role!r}")
+        self._length_of_end(self._encode(rest))
+        begins = next((token for token in self._special_tokens if token in header[len(self._before) :]), None)
+        if begins:
+            raise self._refusal(f"writes {begins} before the assistant's text, and the model writes it as text")
+
+    def _check(self, role: str) -> None:
         if "strftime_now" in str(self.tokenizer.chat_template):
             raise ConfigError(
                 f"{self.where}: the chat template writes today's date (strftime_now), so a resumed run would have other"
                 " prompts; Llama 3.2 and others: set data.chat_template to a copy with a fixed date"
             )
         before, ended = self._before, self._ended
+        if ended.endswith(STAND_IN):
+            raise self._refusal("ends the assistant's turn with nothing", rewrites=True)
+        self.end_of_turn  # noqa: B018 - raises for a template that ends the turn otherwise
         turns = [QUESTION, _assistant(self._stand_in)]
         if not ended.startswith(before):
-            raise self._refusal("begins an assistant turn in another way than the prompt for it ends")
+            raise self._refusal("begins an assistant turn in another way than the prompt for it ends", rewrites=True)
         if self._stand_in not in ended[len(before) :]:
-            raise self._refusal("drops or changes the <think> block of the assistant's turn")
-        self.end_of_turn  # noqa: B018 - raises for a template that ends the turn otherwise
+            raise self._refusal("drops or changes the <think> block of the assistant's turn", rewrites=True)
         [answer] = _with_call_ids([{"role": role, "content": MARKER}])
         try:
             self._render([*turns, answer], generate=True)
         except ConfigError as error:
-            raise self._refusal(f"fails on a message with role {role!r} ({error.__cause__})", rewrites=False) from error
+            raise self._refusal(f"fails on a message with role {role!r} ({error.__cause__})") from error
         tail = self._after_turn([answer])
         if MARKER not in tail:
-            raise self._refusal(f"shows nothing of a message with role {role!r}", rewrites=False)
+            raise self._refusal(f"shows nothing of a message with role {role!r}")
         space = ended[len(before) :].partition(self._stand_in)[0]  # Mistral: an answer begins with a space
         text = self._render([*turns, answer, turns[-1], answer], generate=True)
         if not text.endswith(tail + space + self._stand_in + tail):
-            raise self._refusal("changes earlier turns when others follow them")
-        self._warn_of_hidden_tools(before)
+            raise self._refusal("changes earlier turns when others follow them", rewrites=True)
 
     def _after_turn(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Render what follows the stand-in's text, from the end-of-turn token to the beginning of the next turn."""
@@ -395,7 +470,7 @@ class TurnRenderer:
         before, stand_in, _ = self._ended.rpartition(self._stand_in)
         start = len(before) + len(stand_in)
         if not text.startswith(self._ended[:start]):
-            raise self._refusal("changes earlier turns when others follow them")
+            raise self._refusal("changes earlier turns when others follow them", rewrites=True)
         return text[start:]
 
     def _length_of_end(self, ids: Sequence[int]) -> int:
@@ -448,12 +523,13 @@ class TurnRenderer:
     def _render(self, messages: Sequence[Mapping[str, Any]], *, generate: bool) -> str:
         return render_chat(list(messages), self.tokenizer, self.where, self.tools, generate=generate)
 
-    def _refusal(self, what: str, *, rewrites: bool = True) -> ConfigError:
+    def _refusal(self, what: str, *, rewrites: bool = False) -> ConfigError:
         template = str(self.tokenizer.chat_template)
         reason = ", so the model would be trained on other tokens than it is served with later" if rewrites else ""
         remedy = next((text for mark, text in REMEDIES.items() if mark in template), None)
         remedy = remedy or f"set data.chat_template to a template that does not (ChatML: {STABLE_CHATML})"
-        return ConfigError(f"{self.where}: the chat template {what}{reason}. {remedy}")
+        error = RewritingTemplateError if rewrites else ConfigError
+        return error(f"{self.where}: the chat template {what}{reason}. {remedy}")
 
     def _warn_of_hidden_tools(self, prompt: str) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in self.tools]

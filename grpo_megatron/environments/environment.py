@@ -36,7 +36,8 @@ class TurnRequest:
     """The request of an environment for the model's next turn. `tools`: shown to the model, by the first messages only.
 
     `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of
-    messages. `branch`: the messages are a full conversation, which does not continue the one so far.
+    messages. `branch`: the messages are a full conversation, which does not continue the one so far. `answer`: the model's
+    turn before, as the client repeats it.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class TurnRequest:
     stop: list[str] = field(default_factory=list)
     prompt: str | list[int] | None = None
     branch: bool = False
+    answer: ChatMessage | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
     """Returns only what differs from its default, checked. Raises what `plain_json` raises."""
     wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
-    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool}
+    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool, "answer": dict}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")

@@ -410,7 +410,8 @@ class Conversation:
         new = question.messages[len(self.messages) :]
         if not new:
             raise RefusedError(f"nothing follows the messages and the answer before{NO_BRANCH}")
-        return new, TurnRequest([], request.max_tokens, request.stop, None)
+        answer = question.messages[len(self.messages) - 1]
+        return new, TurnRequest([], request.max_tokens, request.stop, answer=answer)
 
     def add(self, question: ClientRequest, turn: Json) -> Reply:
         """Adds the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""

@@ -153,7 +153,7 @@ def ledger_entry(sample: Sample, stop: Sequence[str], tokenizer: Any) -> LedgerE
         reason,
         turns=[PlayedTurn(turn.kind, decoded(turn.start, turn.end, plain=False)) for turn in sample.turns],
         status=sample.status,
-        reward=sum(reward for _, reward in sample.turn_rewards),
+        reward=sample.earned + sum(reward for _, reward in sample.turn_rewards),
     )
 
 

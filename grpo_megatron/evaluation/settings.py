@@ -273,7 +273,7 @@ def _task_run(options: EvaluateOptions, dataset: Dataset, model: AskedModel, giv
         except ConfigError as error:
             raise ConfigError(_in_task(task, error)) from error
         turns = TurnRenderer(tokenizer, tools, f"task {task.name!r}", end_token_ids=model.eos_token_ids)
-        turns.check()
+        turns.check(may_rewrite=task.multi_turn.history == "own")
     prompts = build_prompts(dataset, format, num_fewshot, FEWSHOT_SEED, tokenizer, options.system_prompt, turns)
     answers = AnswerSettings(
         samples=0 if options.samples == 1 and not options.temperature else options.samples,

@@ -78,7 +78,7 @@ def _sizes(config: Config, arch: Any, world_size: int) -> Iterator[str]:
     for name, is_there in (
         ("experts: their order depends on which tokens they get", arch.num_experts),
         ("latent attention", arch.latent),
-        ("norms over the heads of all ranks", arch.post_norms),
+        ("norms after attention and MLP", arch.has_norms_after),
         ("gated delta nets", arch.delta),
         ("sliding windows", arch.sliding_window),
         ("attention sinks", arch.sinks),

@@ -129,9 +129,9 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
     """Rules for keys of LoRA (our name -> theirs), which count where their key `switch` is set. `layers`: as names of ours."""
 
     def rule(ours: str) -> tuple[str, Convert]:
-        def convert(value: Any, settings: Settings) -> Mapping[str, Any]:
+        def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
             if settings.get(switch) in OFF or value in OFF:
-                return {}
+                return {} if settings.get(switch) in OFF else NotNeeded()
             if ours == "dropout":
                 return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
             if ours == "exclude_modules" and "visual" in str(value):  # a vision tower has no adapters here
@@ -144,7 +144,10 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
 
         return f"actor.lora.{ours}", convert
 
-    return {theirs: rule(ours) for ours, theirs in names.items()}
+    return {
+        switch: ("actor.lora.rank", lambda *_: NotNeeded()),
+        **{theirs: rule(ours) for ours, theirs in names.items()},
+    }
 
 
 def _only(ours: str | dict[str, Any], switch: str, *, is_on: bool) -> tuple[str, Convert]:

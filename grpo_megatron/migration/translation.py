@@ -10,7 +10,8 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,7 +68,7 @@ class Translation:
         """Adds one setting; `ours`: the key that is left to the user where `outcome` says why it has no value."""
         is_silent = origin.endswith("default")
         if isinstance(outcome, NotNeeded):
-            self.notes += [] if is_silent else [(written, outcome)]
+            self.notes += [] if is_silent or not outcome else [(written, outcome)]
         elif not outcome and not is_silent:
             self.notes.append((written, "nothing is written for it: it is so here, or other keys decide"))
         elif isinstance(outcome, str) and ours:
@@ -287,13 +288,17 @@ def _python(text: str) -> Settings:
     """Reads keyword arguments of TRL's configs and trainers, and what is assigned to keys of them afterwards."""
     tree = ast.parse(text)
     nodes = list(ast.walk(tree))
-    names = {
+    names: dict[str, Any] = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     names |= {node.name: f"{SCRIPT}{node.name}" for node in nodes if isinstance(node, ast.FunctionDef)}
+    times = Counter(node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    for node in nodes:  # a variable that is assigned once has that value
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and times[node.targets[0].id] == 1:
+            names[node.targets[0].id] = _literal(node.value, names)
     settings: Settings = {}
     for node in nodes:
         called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
@@ -303,7 +308,8 @@ def _python(text: str) -> Settings:
             given += [(str(keyword.arg), keyword.value) for keyword in node.keywords]
             settings |= {name: _literal(value, names) for name, value in given if name != "args"}
             if isinstance(adapters := _peft_config(settings.get("peft_config"), nodes, names), dict):
-                settings |= {**adapters, "peft_config": None}
+                settings |= adapters
+                del settings["peft_config"]
             if str(settings.get("peft_config")).startswith("${get_peft_config("):  # the command line decides
                 settings["get_peft_config"] = settings.pop("peft_config")
         elif isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", None) in TRL_GKD.rules:
@@ -320,21 +326,16 @@ PEFT_NAMES = {  # of LoraConfig -> of TRL's command
 }
 
 
-def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, str]) -> Settings | None:
+def _peft_config(value: Any, nodes: list[ast.AST], names: Mapping[str, Any]) -> Settings | None:
     """Reads the settings of the `LoraConfig(...)` that `peft_config` is; None: it is something else."""
     calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("LoraConfig")]
-    assigned = [ast.unparse(node.targets[0]) for node in nodes if isinstance(node, ast.Assign) and node.value in calls]
-    if (
-        len(calls) != 1
-        or calls[0].args
-        or str(value) not in (f"${{{text}}}" for text in (ast.unparse(calls[0]), *assigned))
-    ):
+    if len(calls) != 1 or calls[0].args or value != f"${{{ast.unparse(calls[0])}}}":
         return None
     given = {PEFT_NAMES.get(str(k.arg), str(k.arg)): _literal(k.value, names) for k in calls[0].keywords}
     return {"use_peft": True, "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0, **given}
 
 
-def _literal(node: ast.expr, names: Mapping[str, str]) -> Any:
+def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """Reads a value that a script states: for a function its origin, for all else its text, as a variable."""
     if isinstance(node, ast.List):
         return [_literal(one, names) for one in node.elts]
@@ -425,7 +426,8 @@ def import_config(options: ImportOptions) -> int:
         raise ConfigError(f"{file} {other[1]}; its command: {COMMAND_NAME} import {other[0]} {shlex.quote(str(file))}")
     result = translate(settings, OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
-    for written, warning in result.warnings:
+    is_shown = output is None and sys.stdout.isatty()  # the terminal shows them as comments
+    for written, warning in () if is_shown else result.warnings:
         print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
         print(visible(text), end="")
@@ -511,4 +513,13 @@ def known_elsewhere(key: str) -> str | None:
     section, _, leaf = key.rpartition(".")
     same = [name for name in names if section and name.endswith(f".{leaf}")]
     same = [name for name in same if name.startswith(f"{section.partition('.')[0]}.")] or same
-    return f"{SAME_NAME} {' and '.join(map(repr, same))}" if 0 < len(same) <= 3 else None
+    if 0 < len(same) <= 3:
+        return f"{SAME_NAME} {' and '.join(map(repr, same))}"
+    alike = with_words_of(leaf, names) if not section else []
+    return f"{MEANT} {' or '.join(map(repr, alike[:MAX_HINTS]))}?" if alike else None
+
+
+def with_words_of(key: str, names: Sequence[str]) -> list[str]:
+    """The names whose last part has all words of a key: total_training_steps for total_steps."""
+    words = set(key.split("_"))
+    return [name for name in names if words <= set(name.rpartition(".")[2].split("_"))]

@@ -262,12 +262,17 @@ class Architecture:
     qkv_bias: bool = False
     qk_norm: bool = False  # of every head alone
     post_norms: bool = False  # norms after attention and MLP, none before them; q and k norms over all heads together
+    sandwich_norms: bool = False  # norms before and after attention and MLP
     rope_factor: float | None = _number(1.0, 1e6, default=None)
     rope_linear_factor: float | None = _number(1.0, 1e6, default=None)
     rope_yarn: Yarn | None = None
     rotary_share: float = _number(1e-3, 1.0, default=1.0)  # the first of a head's dimensions, which rotate
     sliding_window: int | None = _size(1 << 40, default=None)  # a token sees so many tokens, itself among them
     full_layers: tuple[int, ...] = ()  # the layers, from 0, that have no window
+    local_rope_theta: float | None = _number(1.0, 1e15, default=None)  # of layers with a window, without scaling
+    query_scalar: float | None = _number(1e-3, 1e9, default=None)  # logits are divided by its root; None: head_dim
+    scaled_embedding: bool = False  # by the root of hidden_size, in the type of the weights
+    gelu: bool = False  # of the MLP's gate, in tanh's approximation, in place of SiLU
     num_experts: int = _size(_HEADS, default=0)  # 0: dense
     experts_per_token: int = _size(_HEADS, default=0)
     renormalise_experts: bool = True  # the selected experts' probabilities are scaled to sum to 1
@@ -303,13 +308,13 @@ class Architecture:
 
     @property
     def has_extras(self) -> bool:
-        """Files may have tensors of layers after the last one."""
+        """Files may have tensors that are not trained."""
         return self.num_extra_layers > 0 or self.delta is not None
 
     def is_extra(self, tensor_name: str) -> bool:
-        """Returns whether a Hugging Face tensor belongs to a layer after the last."""
+        """Returns whether a Hugging Face tensor belongs to a layer after the last, or to a tower that is not read."""
         names = [f"model.layers.{self.num_layers + index}." for index in range(self.num_extra_layers)]
-        return tensor_name.startswith((*names, *(["mtp."] if self.delta is not None else [])))
+        return tensor_name.startswith((*names, *(["mtp.", "visual."] if self.delta is not None else [])))
 
     def is_linear(self, layer: int) -> bool:
         """Returns whether a layer, counted from 0, has a gated delta net instead of attention."""
@@ -329,10 +334,15 @@ class Architecture:
         """Names what this model has and Transformer Engine's layers, FP8 and context parallelism here have not; None: nothing."""
         reasons = {
             "gated delta nets": self.delta,
-            "norms after attention and MLP": self.post_norms,
+            "norms after attention and MLP": self.has_norms_after,
             "attention sinks": self.sinks,
         }
         return next((reason for reason, is_there in reasons.items() if is_there), None)
+
+    @property
+    def has_norms_after(self) -> bool:
+        """Attention and MLP have a norm of their output."""
+        return self.post_norms or self.sandwich_norms
 
     def padded_vocab_size(self, tp: int) -> int:
         """Returns the rows of the embedding for `tp` ranks: a multiple of 8 tp (8 for tensor cores)."""
@@ -367,7 +377,8 @@ class Architecture:
         tower = self.vision.num_parameters(h) if self.vision else 0
         linear = self.num_linear_layers
         mlps += linear * (self.delta.num_parameters(h) - attention) if self.delta is not None else 0
-        return self.num_layers * (attention + 2 * h) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
+        norms = (4 if self.sandwich_norms else 2) * h
+        return self.num_layers * (attention + norms) + mlps + h + self.vocab_size * h * (1 if self.tied else 2) + tower
 
 
 def megatron_fields(arch: Architecture) -> dict[str, Any]:
@@ -549,7 +560,7 @@ def common_settings(config: dict[str, Any], rotary: float | None = None) -> dict
     heads = config["num_attention_heads"]
     return {
         "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": config["intermediate_size" if "intermediate_size" in config else "moe_intermediate_size"],
         "num_layers": config["num_hidden_layers"],
         "num_attention_heads": heads,
         "num_query_groups": config.get("num_key_value_heads") or heads,

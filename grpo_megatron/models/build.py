@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module
@@ -169,6 +170,25 @@ def _positions(arch: Architecture) -> str:
     return "rope" if arch.rope_yarn is None or arch.latent else "yarn"
 
 
+def _add_local_angles(model: LogprobModel, arch: Architecture, theta: float) -> None:
+    """Gives layers with a window angles of the base `theta`: the angles of both bases, behind each other, go to all layers."""
+    config = model.config
+    rotary = RotaryEmbedding(
+        config.kv_channels, 1.0, rotary_base=theta, use_cpu_initialization=config.use_cpu_initialization
+    )  # type: ignore[arg-type]
+
+    def with_local(module: Any, arguments: Any, options: Any, angles: Tensor) -> Tensor:
+        return torch.cat([angles, rotary(*arguments, **options)], -1)
+
+    def select(part: int, module: Any, arguments: Any, options: Any) -> Any:
+        return arguments, {**options, "rotary_pos_emb": options["rotary_pos_emb"].chunk(2, -1)[part]}
+
+    model.rotary_pos_emb.register_forward_hook(with_local, with_kwargs=True)
+    for layer in model.decoder.layers:
+        hook = functools.partial(select, int(arch.window_of(layer.layer_number - 1) is not None))
+        layer.self_attention.register_forward_pre_hook(hook, with_kwargs=True)
+
+
 def build_model(
     arch: Architecture,
     megatron: MegatronConfig,
@@ -210,6 +230,11 @@ def build_model(
             seq_len_interpolation_factor=arch.rope_linear_factor,
         )
         model.real_vocab_size, model.has_fused_head, model.is_exact = arch.vocab_size, kernels.fused_head, is_exact
+        if arch.scaled_embedding and model.pre_process:
+            scale = torch.tensor(arch.hidden_size**0.5, dtype=config.params_dtype).item()
+            model.embedding.register_forward_hook(lambda module, inputs, output: output * scale)
+        if arch.local_rope_theta is not None:
+            _add_local_angles(model, arch, arch.local_rope_theta)
         if is_exact:
             exact.make_exact(model.decoder, RMSNorm, PackedAttention)
         if arch.vision is not None and model.pre_process:

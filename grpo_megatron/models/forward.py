@@ -35,13 +35,13 @@ from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
 from grpo_megatron.models.vision import PLACED
-from grpo_megatron.models.weights.hf_folder import load_hf, read_head_rows
+from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, WeightReader, load_hf, read_head_rows
 from grpo_megatron.models.weights.stream import hf_weights, sent_parameters, stage_owners, unwrapped
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.shapes import Float, Int
 from grpo_megatron.sync.digest import Expected
 from grpo_megatron.sync.weight_sync import WeightSync
-from grpo_megatron.types import Batch, WeightBucket
+from grpo_megatron.types import Batch, WeightBucket, is_shared
 
 # -- packs: micro-batches as Megatron-Core computes them ---------------------------------------------------------------
 #
@@ -50,11 +50,11 @@ from grpo_megatron.types import Batch, WeightBucket
 # Plain: sequences end to end ("thd"), no padding between them. T tokens are rounded up once, at the end of the last sequence.
 # Attention is causal, so the padding cannot change a real token.
 #
-# Tree (`Batch.shares_prompts`): consecutive rows with equal prompts share one copy of it. The first response continues the
-# prompt. Every other one is a branch: its positions start after the prompt, and its tokens attend to the prompt's keys and to
-# their own. A hidden state depends only on the tokens before it, so log-probabilities and gradients are those of the plain
-# pack, up to the order of sums. The prompt's last hidden state predicts the first token of every response, so its gradient is a
-# sum over them. Tokens: P + sum(R) instead of sum(P + R).
+# Tree (`Batch.shares_prompts`): a row is whole, and each row after it whose prompt begins as it does is a branch of it, with
+# its other tokens only: its positions start after what is shared, and its tokens attend to the shared keys and to their own.
+# A hidden state depends only on the tokens before it, so log-probabilities and gradients are those of the plain pack, up to the
+# order of sums. A prompt's last hidden state predicts the first token of every response, so its gradient is a sum over them.
+# Tokens: P + sum(R) instead of sum(P + R). A trajectory's earlier rows are branches of its last one, whose prompt is the longest.
 
 
 @dataclass(frozen=True)
@@ -92,48 +92,60 @@ class _Sequence(NamedTuple):
     images: PLACED
 
 
-def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
-    """Cuts `rows` into runs of rows that share their prompt; without `shares_prompts` each row is one.
+class Share(NamedTuple):
+    """A row's first `size` tokens, which it shares with the whole row before it in a pack. 0: it is whole itself."""
 
-    A row whose known routes of the prompt are others than those of its run starts a new one: one copy has one choice of experts.
+    size: int
+    routes: Tensor | None  # of the tokens that it adds; those of shared tokens are known if any row's are
+
+
+def shares_of(batch: Batch, rows: list[int]) -> list[Share]:
+    """Counts the tokens that each of `rows` shares; 0 for all without `shares_prompts`.
+
+    A row is whole where less than half of its prompt would be shared (`types.is_shared`), and where its known routes of the
+    shared tokens are others than theirs: one copy has one choice of experts.
     """
+    sizes: list[int] = []
+    routes = [batch.routes[row].clone() for row in rows] if batch.routes is not None else None
+    whole = 0  # the place of the last whole row
+    for place, row in enumerate(rows):
+        size = _num_common(batch, rows[whole], row) if batch.shares_prompts and place else 0
+        if size and routes is not None:
+            known, own = routes[whole][:size], routes[place][:size]
+            if bool(((own == known) | (own < 0) | (known < 0)).all()):
+                routes[whole][:size] = torch.maximum(known, own)  # -1: unknown
+            else:
+                size = 0
+        whole = whole if size else place
+        sizes.append(size)
+    return [Share(size, routes[place][size:] if routes is not None else None) for place, size in enumerate(sizes)]
+
+
+def _num_common(batch: Batch, whole: int, row: int) -> int:
+    """The first tokens of a row's prompt that another row has, too. With images: all or none."""
+    prompt = batch.tokens[row][: batch.prompt_lengths[row]]
+    other = batch.tokens[whole][: len(prompt)]
+    differs = (prompt[: len(other)] != other).nonzero()
+    size = int(differs[0]) if len(differs) else len(other)
+    if batch.images and (batch.images[whole] or batch.images[row]):
+        return size if size == len(prompt) and batch.images[whole] == batch.images[row] else 0
+    return size if is_shared(size, len(prompt)) else 0
+
+
+def trees_of(batch: Batch, rows: list[int]) -> list[list[int]]:
+    """Cuts `rows` into runs of a whole row and those that share its tokens."""
     trees: list[list[int]] = []
-    known: Tensor | None = None  # the prompt's routes in the last run
-    for row in rows:
-        routes = batch.routes[row][: batch.prompt_lengths[row]] if batch.shares_prompts and batch.routes else None
-        shares = batch.shares_prompts and bool(trees) and _have_same_prompt(batch, trees[-1][0], row)
-        if shares and routes is not None and known is not None:
-            shares = bool(((routes == known) | (routes < 0) | (known < 0)).all())
-            routes = torch.maximum(known, routes) if shares else routes
-        if shares:
+    for row, share in zip(rows, shares_of(batch, rows), strict=True):
+        if share.size:
             trees[-1].append(row)
         else:
             trees.append([row])
-        known = routes
     return trees
-
-
-def _have_same_prompt(batch: Batch, row: int, other: int) -> bool:
-    """Compares the prompts of two rows: their tokens, and the images in their places."""
-    first, second = (batch.tokens[r][: batch.prompt_lengths[r]] for r in (row, other))
-    return torch.equal(first, second) and (not batch.images or batch.images[row] == batch.images[other])
-
-
-def _routes(batch: Batch, tree: list[int], number: int, size: int) -> Tensor | None:
-    """Returns the routes of a run's row `number`, padded to `size`. The shared prompt has those that any row of the run has."""
-    if batch.routes is None:
-        return None
-    prompt, own = batch.prompt_lengths[tree[0]], batch.routes[tree[number]]
-    if number:
-        return _with_unknown(own[prompt:], size)
-    shared = torch.stack([batch.routes[row][:prompt] for row in tree]).amax(0)  # -1: unknown
-    return _with_unknown(torch.cat([shared, own[prompt:]]), size)
 
 
 def packed_lengths(batch: Batch, rows: list[int]) -> list[int]:
     """Returns the number of tokens that each of `rows` has in their pack."""
-    starts = {tree[0] for tree in trees_of(batch, rows)}
-    return [len(batch.tokens[row]) - (0 if row in starts else batch.prompt_lengths[row]) for row in rows]
+    return [len(batch.tokens[row]) - share.size for row, share in zip(rows, shares_of(batch, rows), strict=True)]
 
 
 def pack(
@@ -207,35 +219,31 @@ def pack(
 
 def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iterator[_Sequence]:
     """Yields the sequences of a pack in their order. Under context parallelism each is rounded up to 2 cp tokens."""
-    size = 0
-    for tree in trees_of(batch, rows):
-        prompt, prefix = batch.prompt_lengths[tree[0]], size
-        for i, row in enumerate(tree):
-            shared = prompt if i else 0  # tokens of the prompt that are in the pack already
-            tokens = batch.tokens[row][shared:]
-            # The prompt's last token predicts the first token of the response, and each token the next one.
-            states = torch.arange(size + prompt - shared - 1, size + len(tokens) - 1)
+    size = prefix = 0
+    for row, (shared, routes) in zip(rows, shares_of(batch, rows), strict=True):
+        prefix = prefix if shared else size
+        prompt, tokens = batch.prompt_lengths[row], batch.tokens[row][shared:]
+        # The prompt's last token predicts the first token of the response, and each token the next one.
+        states = torch.arange(size + prompt - shared - 1, size + len(tokens) - 1)
+        if shared == prompt:
             states[0] = prefix + prompt - 1
-            if cp > 1:
-                tokens = torch.nn.functional.pad(tokens, (0, -len(tokens) % (2 * cp)))
-            images, positions = (
-                batch.images[row] if has_images and batch.images else (),
-                torch.arange(len(tokens)) + shared,
-            )
-            angles = positions.expand(3, -1)
-            if has_images:
-                angles = torch.from_numpy(rope_positions(len(batch.tokens[row]), images))[:, shared:]
-            yield _Sequence(
-                branch=Branch(size, size + len(tokens), prefix, prefix + shared),
-                tokens=tokens,
-                position_ids=positions,
-                angles=angles,
-                states=states,
-                targets=batch.tokens[row][prompt:],
-                routes=_routes(batch, tree, i, len(tokens)),
-                images=[(size + image.first, image) for image in images if not shared],
-            )
-            size += len(tokens)
+        if cp > 1:
+            tokens = torch.nn.functional.pad(tokens, (0, -len(tokens) % (2 * cp)))
+        images, positions = batch.images[row] if has_images and batch.images else (), torch.arange(len(tokens)) + shared
+        angles = positions.expand(3, -1)
+        if has_images:
+            angles = torch.from_numpy(rope_positions(len(batch.tokens[row]), images))[:, shared:]
+        yield _Sequence(
+            branch=Branch(size, size + len(tokens), prefix, prefix + shared),
+            tokens=tokens,
+            position_ids=positions,
+            angles=angles,
+            states=states,
+            targets=batch.tokens[row][prompt:],
+            routes=None if routes is None else _with_unknown(routes, len(tokens)),
+            images=[(size + image.first, image) for image in images if not shared],
+        )
+        size += len(tokens)
 
 
 def _with_unknown(routes: Int[Tensor, "T routes"], size: int) -> Int[Tensor, "size routes"]:
@@ -638,11 +646,15 @@ class LanguageModel(ShardedModel):
         *,
         temperature: float = 1.0,
         exact: bool = False,
+        read: WeightReader = SafetensorsFolder.slice,
     ) -> Self:
-        """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError."""
+        """Builds the model with the weights of a Hugging Face folder. Collective. Raises WeightsError.
+
+        `read`: of a tensor of the folder by its name, as of a base with adapters (lora/peft_folder.py).
+        """
         megatron = actor.megatron if cls.is_frozen else actor.layers
         model = build_model(arch, megatron, dtype, device, has_gradients=not cls.is_frozen, is_exact=exact)
-        load_hf(model, folder, arch, mesh)
+        load_hf(model, folder, arch, mesh, read)
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(self, batch: Batch, temperature: float | None = None) -> Float[Tensor, "B R"]:
@@ -673,14 +685,14 @@ class LanguageModel(ShardedModel):
         return logprobs, [rows[row].clone() if row in rows else None for row in range(len(batch))] if rows else []
 
     def teacher_head(self, folder: Path, arch: Architecture, dtype: torch.dtype) -> Tensor | None:
-        """Returns the rows of a teacher's output head for this rank's part of the vocabulary; None on other stages.
+        """Returns a teacher's rows of the output head for this rank's part of the vocabulary; None on other stages.
 
-        The teacher's vocabulary must not be smaller than the model's. Raises WeightsError.
+        There are fewer where the teacher's vocabulary is smaller than the model's. Raises WeightsError.
         """
         if not self.mesh.is_last_stage:
             return None
-        assert arch.vocab_size >= self.arch.vocab_size, "checks refuse it"
+        num_rows = min(arch.vocab_size, self.arch.vocab_size)
         size = self.arch.padded_vocab_size(self.mesh.tp) // self.mesh.tp
-        first, end = (min(self.arch.vocab_size, size * (self.mesh.tp_rank + i)) for i in range(2))
+        first, end = (min(num_rows, size * (self.mesh.tp_rank + i)) for i in range(2))
         # A copy, because products with rows in unaligned memory of a file may have other bits than those of the policy.
         return read_head_rows(folder, arch, first, end).to(self.device.torch_device, dtype, copy=True)

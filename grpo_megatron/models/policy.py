@@ -89,9 +89,9 @@ class Policy(LanguageModel):
         self._lr_scheduler: OptimizerParamScheduler | None = None
         self._offloaded = OffloadedTensors(device)
         self._period = 1
-        self.on_gradients: Callable[[float], None] | None = (
-            None  # called before each optimizer step, with the gradient's norm
-        )
+        self._sums: MetricSums = {}  # of the last pass
+        # Called before each optimizer step, with the gradient's norm and the metric sums of its pass.
+        self.on_gradients: Callable[[float, MetricSums], None] | None = None
 
     # -- optimizer -----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Policy(LanguageModel):
         else:
             with self.lora.updating() if self.lora is not None else contextlib.nullcontext():
                 loss_pass.run(self.model, packs, self.device, num_forward_only)
-        batch.route_counts = take_counts(self.routers)
+        batch.route_counts, self._sums = take_counts(self.routers), loss_pass.sums
         return loss_pass
 
     def loss_inputs(self, batch: Batch, rows: list[int], logprobs: Tensor, entropy: Tensor, *teacher: Tensor) -> Any:
@@ -233,7 +233,7 @@ class Policy(LanguageModel):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
             if self.on_gradients is not None:
-                self.on_gradients(norm)
+                self.on_gradients(norm, self._sums)
             if allows(norm) if allows is not None else all(self.mesh.all_gather(math.isfinite(norm))):
                 self.lr_scheduler.step(1)
                 self.optimizer.step()

@@ -15,6 +15,7 @@ need the spans of every row.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.types import GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
+from grpo_megatron.types import BRANCH, GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]
 TeacherPrompt = tuple[str, tuple[int, ...]]  # Prompt.teacher and .teacher_ids
@@ -36,7 +37,9 @@ TeacherPrompt = tuple[str, tuple[int, ...]]  # Prompt.teacher and .teacher_ids
 class TablePart:
     """The samples of one rank in phase 1: the table columns that it can fill in. Lists of lists: of rows that have any."""
 
-    numbers: np.ndarray[Any, Any]  # int64 [columns, rows]: prompt, index, lengths of prompt and response, truncated
+    numbers: np.ndarray[
+        Any, Any
+    ]  # int64 [columns, rows]: prompt, index, lengths of prompt and response, truncated, shared
     rewards: np.ndarray[Any, Any]  # float64 [rows]
     step_rewards: dict[int, _Rewards]
     turn_rewards: dict[int, _Rewards]
@@ -45,17 +48,26 @@ class TablePart:
 
 def table_part(samples: Sequence[Sample]) -> TablePart:
     """Make the table columns of this rank's samples, for the other ranks."""
+    ends = {(s.prompt_index, s.index): s.prompt.prompt_ids for s in samples}
     numbers = [
-        (s.prompt_index, s.index, len(s.prompt.prompt_ids), len(s.response_ids), s.finish_reason == "length")
+        (
+            *(s.prompt_index, s.index, len(s.prompt.prompt_ids), len(s.response_ids), s.finish_reason == "length"),
+            _num_common(s.prompt.prompt_ids, ends[s.prompt_index, s.index % BRANCH]) if s.index >= BRANCH else 0,
+        )
         for s in samples
     ]
     return TablePart(
-        numbers=np.array(numbers, dtype=np.int64).reshape(len(samples), 5).T,
+        numbers=np.array(numbers, dtype=np.int64).reshape(len(samples), 6).T,
         rewards=np.array([sample.reward for sample in samples], dtype=np.float64),
         step_rewards={row: sample.steps for row, sample in enumerate(samples) if sample.steps},
         turn_rewards={row: sample.turn_rewards for row, sample in enumerate(samples) if sample.turn_rewards},
         loss_spans={row: _spans(sample.loss_mask) for row, sample in enumerate(samples) if not all(sample.loss_mask)},
     )
+
+
+def _num_common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Counts the tokens that both begin with."""
+    return bisect.bisect_left(range(1, min(len(first), len(second)) + 1), True, key=lambda n: first[:n] != second[:n])
 
 
 def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
@@ -85,7 +97,7 @@ def merge_parts(parts: Sequence[TablePart]) -> GroupTable:
     greedy_reward = dict(zip(numbers[0, greedy].tolist(), rewards[greedy].tolist(), strict=True))
     order = np.lexsort((numbers[1], numbers[0]))
     order = order[~greedy[order]]
-    prompts, index, prompt_lengths, lengths, truncated = (column[order].tolist() for column in numbers)
+    prompts, index, prompt_lengths, lengths, truncated, shared = (column[order].tolist() for column in numbers)
     place = {position: row for row, position in enumerate(order.tolist())}
     steps, turns, masked = (
         {
@@ -106,6 +118,7 @@ def merge_parts(parts: Sequence[TablePart]) -> GroupTable:
         response_length=lengths,
         truncated=[bool(value) for value in truncated],
         holder=holder[order].tolist(),
+        shared_length=shared if any(number >= BRANCH for number in index) else [],
         step_rewards=[steps.get(row, []) for row in rows] if steps else [],
         turn_rewards=[turns.get(row, []) for row in rows] if turns else [],
         greedy_reward=[greedy_reward.get(p, float("nan")) for p in prompts] if greedy_reward else [],

@@ -414,7 +414,8 @@ def merged_bytes(
 def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     """Sizes what one layer keeps of one micro-batch on one rank, without recomputation. Per token:
 
-    two norms   h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism
+    two norms   h (4 + 2 s) each: float32 input, result, result times weight; over tp under sequence parallelism (Gemma 3
+                has four)
     attention   s (6 q + 3 k) / tp: projection, rotated queries and keys, results; with norms of q and k
                 (4 + s) (q + k) / tp more
     MLP         s 5 f / tp: projection 2 f, activation, gate, product. With experts: of those that a token visits, and
@@ -432,7 +433,9 @@ def layer_bytes(arch: Architecture, actor: ActorConfig, itemsize: int) -> float:
     queries, keys = arch.num_attention_heads * arch.head_dim, arch.num_query_groups * arch.head_dim
     copies = arch.experts_per_token if arch.num_experts else 1
     shared = max(arch.shared_ffn_hidden_size, arch.dense_ffn_hidden_size - copies * arch.ffn_hidden_size)
-    per_token = 2 * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
+    per_token = (
+        (4 if arch.sandwich_norms else 2) * arch.hidden_size * (4 + 2 * itemsize) / _sequence_cut(actor.megatron)
+    )
     per_token += itemsize * 5 * (copies * arch.ffn_hidden_size + shared) / tp
     attention = itemsize * (6 * queries + 3 * keys) / tp
     if arch.qk_norm or arch.post_norms:

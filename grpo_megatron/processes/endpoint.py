@@ -1,4 +1,4 @@
-"""POST to an HTTP endpoint, with retries and one deadline: for tools and rewards that ask a service. Standard library only.
+"""POST to an HTTP endpoint, or GET without a body, with retries and one deadline. Standard library only.
 
 A request is sent again after a lost connection and after the statuses AGAIN, with pauses of 0.1 s, 0.2 s, 0.4 s, ..., or longer
 where the service asks for it (Retry-After). Neither redirects nor proxies are used, so headers reach no other host.
@@ -67,7 +67,7 @@ def key_of(variable: str | None, name: str) -> str | None:
 
 def post_json(
     url: str,
-    body: bytes,
+    body: bytes | None,
     headers: Mapping[str, str],
     retries: int,
     deadline_s: float,
@@ -107,7 +107,7 @@ def post_json(
 
 
 def _attempt(
-    url: str, body: bytes, headers: Mapping[str, str], seconds: float, limit: int
+    url: str, body: bytes | None, headers: Mapping[str, str], seconds: float, limit: int
 ) -> tuple[int, Message, bytes]:
     """Returns status, headers and data. A socket's time limit is for each read; the timer ends headers and bodies that drip."""
     parts = urlsplit(url)
@@ -126,8 +126,9 @@ def _attempt(
     try:
         connection.connect()
         sockets.append(connection.sock)
+        method = "GET" if body is None else "POST"
         connection.request(
-            "POST", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), body, dict(headers)
+            method, (parts.path or "/") + (f"?{parts.query}" if parts.query else ""), body, dict(headers)
         )
         response = connection.getresponse()
         data = response.read(limit + 1)

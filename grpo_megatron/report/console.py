@@ -126,7 +126,7 @@ def skip_reason(metrics: Mapping[str, float]) -> str | None:
         updates = "update" if count == 1 else "updates"
         return f"skipped {count:g} {updates}: the gradient is not finite"
     if "actor/grad_norm" in metrics:
-        return None
+        return "no update: the gradient is 0" if metrics["actor/grad_norm"] == 0 else None
     if metrics.get("critic/unscorable_ratio") == 1:
         return "skipped: no sample has a reward"
     if metrics.get("critic/zero_variance_ratio", 1) == 1:  # also where dynamic sampling has found no group at all
@@ -224,6 +224,11 @@ OUTPUTS = {
 }
 
 
+NOT_MOVED = (
+    "WARNING: no step has moved the weights: in none of them did the samples of a prompt have different rewards.\n"
+    "Look at the completions in samples/ and at the reward: too hard a task, a form of answer that the model does not\n"
+    "know (warmup, evaluate --samples), a reward that is always the same (docs/troubleshooting.md)."
+)
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # choices of --max-lora-rank
 
 
@@ -301,6 +306,8 @@ class Summary:
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
         is_adapter = (self.output_dir / "hf/adapter_config.json").exists()
         outputs = OUTPUTS | ({"hf": "the trained adapters, a PEFT folder"} if is_adapter else {})
+        if self._has_not_moved():
+            sinks.note(f"\n{NOT_MOVED}")
         paths = {self.output_dir / name: text for name, text in outputs.items() if (self.output_dir / name).exists()}
         width = max((len(str(path)) for path in paths), default=0)
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
@@ -316,6 +323,18 @@ class Summary:
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
+            if self.served.rollout.multi_turn.environment:
+                sinks.note(
+                    "             (its first turn: no environment answers there; samples/ has the conversations)"
+                )
+
+    def _has_not_moved(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            steps = [row for row in read_metrics(self.output_dir / METRICS_FILE) if "actor/skipped_updates" in row]
+            return bool(steps) and all(
+                not row.get("actor/grad_norm") and row.get("critic/zero_variance_ratio") == 1 for row in steps
+            )
+        return False
 
     def _rows(self) -> list[list[object]]:
         """Lists name, value at the first and at the last validation. val-core comes before val-aux; None: it has no value."""

@@ -208,7 +208,7 @@ def group_table_metrics(metrics: Metrics, table: GroupTable, max_response_length
     if not len(table):
         return
     lengths = table.response_length
-    trajectories = table.without_branches()
+    trajectories = table.joined()
     rewards, scores = (
         [r for r, n in zip(column, trajectories.response_length, strict=True) if n and not math.isnan(r)]
         for column in (trajectories.reward, trajectories.raw_reward or trajectories.reward)

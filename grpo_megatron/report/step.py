@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from grpo_megatron.report.metrics import Metrics, Sinks, group_table_metrics
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import clear_leftovers, write_file
 from grpo_megatron.storage.run_files import claim_rollout_folder, remove_rollouts_from, rollout_file
-from grpo_megatron.types import ENDINGS, GREEDY, Batch, GroupTable, Plan, Sample
+from grpo_megatron.types import BRANCH, ENDINGS, GREEDY, Batch, GroupTable, Plan, Sample
 
 
 class StepGuards(Protocol):
@@ -115,14 +115,19 @@ def record_samples(metrics: Metrics, samples: Sequence[Sample], *, has_sources: 
     reward, data, response_length/source/<source>/...  of each source, if `has_sources`
     trajectory/...                                     of samples of several turns, and of failed ones:
         turns                       turns of the assistant: mean and max
+        sequences                   token sequences: more than one where the chat template changes earlier turns
         generated_tokens            tokens that the policy wrote (in the loss, unless the trajectory is masked)
         observation_tokens, _share  tokens that environments wrote, and their share of all response tokens
         status/<status>             share of the trajectories that ended so
         <name>/mean                 what the environment reports, summed over a trajectory (tool_calls, tool_errors, ...)
     """
     names = {"ok": "failed_ratio", "timeout": "timeout_ratio"}
-    for sample in samples:
-        if sample.index == GREEDY:
+    drawn = [sample for sample in samples if sample.index != GREEDY]
+    sequences: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)
+    for sample in drawn:
+        sequences[sample.prompt_index, sample.index % BRANCH].append(sample)
+    for sample in drawn:
+        if sample.index >= BRANCH:
             continue
         for name, value in sample.reward_metrics.items():
             metrics.mean(f"reward/{names.get(name, f'{name}/mean')}", 1.0 - value if name == "ok" else value, 1)
@@ -133,19 +138,21 @@ def record_samples(metrics: Metrics, samples: Sequence[Sample], *, has_sources: 
             if not math.isnan(sample.reward):
                 metrics.mean(f"reward/source/{source}/mean", sample.reward, 1)
         if sample.turns or sample.status != "ok":
-            _record_trajectory(metrics, sample)
+            _record_trajectory(metrics, sample, sequences[sample.prompt_index, sample.index])
 
 
-def _record_trajectory(metrics: Metrics, sample: Sample) -> None:
+def _record_trajectory(metrics: Metrics, sample: Sample, sequences: Sequence[Sample]) -> None:
     tokens = {"assistant": 0, "observation": 0}
-    for turn in sample.turns:
+    turns = [turn for sequence in sequences for turn in sequence.turns]
+    for turn in turns:
         tokens[turn.kind] += turn.end - turn.start
-    num_turns = sum(turn.kind == "assistant" for turn in sample.turns)
+    num_turns = sum(turn.kind == "assistant" for turn in turns)
+    metrics.mean("trajectory/sequences/mean", len(sequences), 1)
     metrics.mean("trajectory/turns/mean", num_turns, 1)
     metrics.max("trajectory/turns/max", num_turns)
     metrics.mean("trajectory/generated_tokens/mean", tokens["assistant"], 1)
     metrics.mean("trajectory/observation_tokens/mean", tokens["observation"], 1)
-    metrics.mean("trajectory/observation_share", tokens["observation"], len(sample.response_ids))
+    metrics.mean("trajectory/observation_share", tokens["observation"], sum(tokens.values()))
     for status in ENDINGS:
         metrics.mean(f"trajectory/status/{status}", float(sample.status == status), 1)
     for name, value in sample.trajectory_metrics.items():

@@ -3,7 +3,7 @@
 trace/steps.jsonl      {"step": 12, "stages": {"responses": "9f0c...", ...}}    the roots of the step's trees
                        {"step": 0, "facts": {...}}     software, layout and tensors, at each start; digests of the inputs later
                        {"step": 11, "saved": "51ab..."}    the optimizer's state in the checkpoint after the step
-trace/step_000012.bin  the trees, and a few numbers of each leaf; of the last trainer.trace_keep steps
+trace/step_000012.bin  the trees, and a few numbers of each leaf; of the last trainer.trace_keep steps; -1: weights at the start
 
 A leaf is a row of the batch (by the prompt's place in the step and the sample's index), a tensor (by its Hugging Face name), a
 rank, or the step. No leaf depends on the rank that made it. A node is the digest of FAN nodes below it (Merkle 1987), so that
@@ -27,7 +27,7 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.untrusted import ReadError, parse_json
 
-FORMAT = 1
+FORMAT = 2
 FAN = 16
 STEPS_FILE = "steps.jsonl"
 
@@ -36,7 +36,7 @@ STEPS_FILE = "steps.jsonl"
 class Stage:
     """A stage of a step. `numbers`: those of each leaf beside its digest. `kind`: of the leaves."""
 
-    kind: str  # row | tensor | rank | step
+    kind: str  # row | tensor | rank | step | term, of the loss
     numbers: tuple[str, ...] = ()
 
 
@@ -45,13 +45,18 @@ MEANS = (
     "projection",
 )  # of a row's tokens; of two rows, |difference of projections|^2 is near the squared distance
 NORMS = ("norm", "projection")  # of a tensor, likewise
+TERMS = ("value",)
 BESIDE = ("critic ", "reward model ")  # before the names of stages of models that are trained beside the policy
 
 
 def _of_update(prefix: str = "") -> dict[str, Stage]:
-    """Return the stages of a model's update. Gradients and norms have the number of the step's optimizer step: "gradients 0"."""
-    norms = {f"{prefix}gradients": Stage("tensor", NORMS), f"{prefix}gradient norm": Stage("step", ("norm",))}
-    return {**norms, f"{prefix}weights": Stage("tensor", NORMS)}
+    """Return the stages of a model's update. All but the weights have the number of the step's optimizer step: "losses 0"."""
+    update = {
+        "losses": Stage("term", TERMS),
+        "gradients": Stage("tensor", NORMS),
+        "gradient norm": Stage("step", NORMS[:1]),
+    }
+    return {f"{prefix}{name}": stage for name, stage in {**update, "weights": Stage("tensor", NORMS)}.items()}
 
 
 STAGES = {  # in the order in which a step computes them
@@ -96,7 +101,7 @@ def stage_order(name: str) -> tuple[int, int, int]:
     base = base_name(name)
     number = name.removeprefix(base).strip()
     place = list(STAGES).index(base)
-    first = list(STAGES).index(base.replace("gradient norm", "gradients"))
+    first = list(STAGES).index(base.replace("gradient norm", "gradients").replace("losses", "gradients"))
     return (place, 0, 0) if not number else (first, int(number), place)
 
 
@@ -142,10 +147,14 @@ def level_sizes(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Leaves:
-    """The leaves of a stage: digests uint64 [n], 0 where there is none, and float32 [n, numbers of the stage]."""
+    """The leaves of a stage: digests uint64 [n], 0 where there is none, and float32 [n, numbers of the stage].
+
+    `names`: of terms. Other leaves follow from the step or the facts.
+    """
 
     digests: Array
     numbers: Array
+    names: tuple[str, ...] = ()
 
 
 def step_content(
@@ -161,7 +170,7 @@ def step_content(
         levels = trees[name]
         roots[name] = f"{int(levels[-1][0]):016x}"
         numbers = leaves.numbers.astype("<f4").tobytes()
-        sizes.append([name, len(leaves.digests)])
+        sizes.append([name, len(leaves.digests), *([leaves.names] if leaves.names else [])])
         parts += [np.concatenate(levels).astype("<u8").tobytes(), numbers, bytes(-len(numbers) % 8)]
     head = {"format": FORMAT, "step": step, "rows": len(rows), "uids": list(uids), "stages": sizes}
     line = json.dumps(head).encode()
@@ -177,18 +186,20 @@ class StepFile:
             with path.open("rb") as file:
                 line = file.readline(1 << 28)
             head = parse_json(line.decode())
+            self.step = int(head["step"])
             if head["format"] != FORMAT:
                 raise StorageError(f"{path} has the trace format {head['format']}, and this version reads {FORMAT}")
-            self.uids: list[str] = head["uids"]
+            self.uids = list(map(str, head["uids"]))
             self._num_rows, self._sizes, place = int(head["rows"]), dict[str, tuple[int, int]](), len(line)
             self._first, place = place, place + 16 * self._num_rows
-            for name, count in head["stages"]:
+            self._names = {name: names[0] for name, _, *names in head["stages"] if names}
+            for name, count, *_ in head["stages"]:
                 self._sizes[name] = count, place
                 numbers = 4 * count * len(stage_of(name).numbers)
                 place += 8 * sum(level_sizes(count)) + numbers + -numbers % 8
             if (size := path.stat().st_size) != place:
                 raise StorageError(
-                    f"{path} is cut short: it has {size:,} bytes of {place:,}; leave this step out with --steps"
+                    f"{path} is cut short: it has {size:,} bytes of {place:,}; without the file, its step is compared by stages"
                 )
         except (OSError, ReadError, ValueError, KeyError, TypeError) as error:
             if isinstance(error, StorageError):
@@ -201,6 +212,16 @@ class StepFile:
     def count(self, stage: str) -> int:
         """Return the number of leaves."""
         return self._sizes[stage][0]
+
+    @property
+    def roots(self) -> dict[str, str]:
+        """The roots of the stages."""
+        tops = {name: len(level_sizes(count)) - 1 for name, (count, _) in self._sizes.items()}
+        return {name: f"{int(self.nodes(name, top, 0, 1)[0]):016x}" for name, top in tops.items()}
+
+    def terms(self, stage: str) -> list[str]:
+        """List the names of a stage's terms."""
+        return list(self._names.get(stage, ()))
 
     @cached_property
     def rows(self) -> list[tuple[int, int]]:
@@ -271,15 +292,15 @@ class TraceFolder:
                 self.saved[row["step"]] = row["saved"]
             elif isinstance(row.get("stages"), dict):
                 self.steps[row["step"]] = {n: r for n, r in row["stages"].items() if base_name(n) in STAGES}
-        if not self.facts:
+        formats = {facts.get("format") for facts in self.facts.values()}
+        if formats - {FORMAT}:
             raise StorageError(
-                f"{self.folder / STEPS_FILE} has no line with the facts of the run: its beginning was cut off"
-            )
-        found = {facts.get("format") for facts in self.facts.values()}
-        if found != {FORMAT}:
-            raise StorageError(
-                f"{run} has a trace of format {', '.join(map(str, found - {FORMAT}))}, and this version reads {FORMAT}; run"
+                f"{run} has a trace of format {', '.join(map(str, formats - {FORMAT}))}, and this version reads {FORMAT}; run"
                 " both with one version, or compare their metrics with `report`"
+            )
+        if not self.facts or not all({"layout", "tensors"} <= facts.keys() for facts in self.facts.values()):
+            raise StorageError(
+                f"{self.folder / STEPS_FILE} has no complete line with the facts of the run: its beginning was cut off"
             )
 
     def tensors(self, stage: str) -> list[str]:
@@ -293,9 +314,14 @@ class TraceFolder:
         return self.facts[max((first for first in self.facts if first <= step), default=min(self.facts))]
 
     def file(self, step: int) -> StepFile | None:
-        """Open the file of a step; None if it is no longer kept."""
+        """Open the file of a step; None if it is no longer kept. Raises StorageError, also for that of another run or step."""
         path = self.folder / step_name(step)
-        return StepFile(path) if path.is_file() else None
+        file = StepFile(path) if path.is_file() else None
+        if file is not None and (file.step != step or file.roots != self.steps.get(step, file.roots)):
+            raise StorageError(
+                f"{path} is not of the step that {STEPS_FILE} describes; without the file, stages are compared"
+            )
+        return file
 
 
 def step_name(step: int) -> str:

@@ -12,9 +12,10 @@ response's own token where that is not among them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -24,6 +25,9 @@ from grpo_megatron.processes.endpoint import EndpointError, key_of, post_json
 TAIL = 1e-7  # probabilities are float32 in the reply
 BYTES_PER_ENTRY = 256  # of the reply: one id with its log-probability, rank and text
 PROBES = 32  # tokens that are compared before a run
+ROUNDING = (
+    0.1  # nats between log-probabilities of the same weights, the mean of PROBES tokens: bfloat16 in other batches
+)
 
 
 class ServerScores(NamedTuple):
@@ -99,6 +103,22 @@ class TeacherServer:
                     " must have the policy's tokenizer"
                 )
 
+    def identity(self) -> dict[str, Any]:
+        """Returns which weights are served, for a checkpoint: model, version, log-probabilities of fixed tokens.
+
+        Raises ServerError.
+        """
+        ids = list(range(1, PROBES + 1))
+        scores = self._scores(self._entries(ids, 0)[1:], ids[1:], 0)
+        logprobs = [round(value, 4) for value in scores.logprobs]
+        try:
+            root = self.url.removesuffix("/completions").removesuffix("/v1")
+            version = json.loads(post_json(f"{root}/version", None, {}, 0, self.timeout_s, self.key).data)["version"]
+        except (EndpointError, ValueError, LookupError, TypeError):  # vLLM's address, which others need not have
+            version = "unknown"
+        digest = hashlib.sha256(json.dumps([version, logprobs]).encode()).hexdigest()
+        return {"size": PROBES, "sha256": digest, "version": str(version), "logprobs": logprobs}
+
     def _teacher(self) -> str:
         return f"teachers.{self.name} (model {self.model!r} at {self.url})"
 
@@ -152,3 +172,13 @@ class TeacherServer:
             if top_k:
                 rows.append([*ids, *[-1.0] * missing, *values, *[-math.inf] * missing, tail])
         return ServerScores(logprobs, rows)
+
+
+def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how a server differs from the one whose `identity` was recorded before."""
+    if before["version"] != now["version"]:
+        yield f"is a server of version {now['version']}, and was one of {before['version']}"
+    pairs = zip(before["logprobs"], now["logprobs"], strict=True)
+    apart = math.fsum(abs(one - other) for one, other in pairs) / len(now["logprobs"])
+    if apart > ROUNDING:
+        yield f"has other weights: the log-probabilities of {PROBES} fixed tokens are {apart:.2f} nats apart, above {ROUNDING}"

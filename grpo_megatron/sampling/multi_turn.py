@@ -5,7 +5,8 @@ A trajectory is the turns of one sample over one token sequence, as a state mach
     begin(answer) -> [request() -> generated(completion) -> answered(answer)] ... -> ended
 
 Token in, token out: the prompt of the next turn is the prompt, the response so far and the observation, as token ids.
-Nothing is decoded and encoded again, so the policy trains on exactly the tokens that the engine has read.
+Nothing is decoded and encoded again, so the policy trains on exactly the tokens that the engine has read. Where the chat
+template shows the earlier turns in another way than they were written, the trajectory goes on in a new sequence.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class Trajectory:
         prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
         timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before stays
 
-    An agent may begin another conversation (endpoint.py). The earlier part is then a branch: a sample of its own with the
-    reward of the trajectory's end, and its advantage (algo/plan.py). It has no reward function, no metrics and no part in
-    validation.
+    A chat template may change earlier turns (`rollout.multi_turn.history`), and an agent may begin another conversation
+    (environments/openai_api.py). The earlier part is then a branch: a sample of its own with the reward of the trajectory's
+    end (algo/plan.py). It has no reward function, no metrics and no part in validation.
     """
 
     key: str  # different for all trajectories that are played at once
@@ -180,9 +181,9 @@ class Trajectory:
 
     def _branch(self, token_ids: list[int], clock: int) -> None:
         """Begin another sequence. What a prompt has no room for is an observation."""
-        self.branches.append(replace(self, branches=[], turn_rewards=[], metrics={}))
+        self.branches.append(replace(self, branches=[], metrics={}))
         self.prompt_ids, rest = token_ids[: self.limits.prompt], token_ids[self.limits.prompt :]
-        self.response_ids, self.logprobs, self.turns, self.routes = [], [], [], None
+        self.response_ids, self.logprobs, self.turns, self.routes, self.turn_rewards = [], [], [], None, []
         if rest:
             self._append("observation", rest, [0.0] * len(rest), clock)
 
@@ -219,6 +220,15 @@ def shorten(text: str, tokenizer: Any, max_tokens: int, side: Side) -> str:
     return f"{beginning}{OMISSION}{end}"
 
 
+@dataclass
+class _History:
+    """The conversation of a trajectory, where the template changes earlier turns. `read`: its text, before the last turn."""
+
+    messages: list[ChatMessage]
+    tools: list[dict[str, Any]]
+    read: str = ""
+
+
 class EnvironmentsLost(RuntimeError):
     """The worker processes of environments cannot run at all. Raised on all ranks of the replica."""
 
@@ -245,6 +255,7 @@ class EnvironmentAnswers:
         self.times = Times()
         self._reads_turns = bool(multi_turn.environment) and environment_class(str(multi_turn.environment)).reads_turns
         self._stops: dict[tuple[str, ...], StopTexts] = {}
+        self._histories: dict[str, _History] = {}  # of open trajectories
         self._kept = FirstFailure(pool)  # only the leader knows of a problem before `take` tells the others
 
     def start(self, trajectories: Sequence[Trajectory]) -> None:
@@ -278,6 +289,8 @@ class EnvironmentAnswers:
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
         """Release their environments."""
+        for trajectory in trajectories:
+            self._histories.pop(trajectory.key, None)
         self._kept.attempt(lambda pool: pool.end([trajectory.key for trajectory in trajectories]))
 
     def _answer(self, trajectory: Trajectory, outcome: Outcome) -> Answer:
@@ -286,12 +299,12 @@ class EnvironmentAnswers:
             return Answer([], status=outcome.status, message=outcome.message)
         step, own = outcome.step, trajectory.stop.texts if trajectory.stop else ()
         try:
-            token_ids = self._render(trajectory, step)
+            token_ids, is_branch = self._render(trajectory, step)
             self._stop((*own, *step.request.stop))
         except Exception as error:  # noqa: BLE001 - of the template or the tokenizer
             reason = str(error) if isinstance(error, ConfigError) else describe(error)
             return Answer([], status="raised", message=f"its messages cannot be rendered: {reason}")
-        if not token_ids and (not trajectory.turns or (step.request.branch and not step.done)):
+        if not token_ids and (not trajectory.turns or is_branch):
             return Answer([], status="raised", message="its first messages, or its prompt, are no token")
         metrics = {}
         for name, value in step.metrics.items():
@@ -300,26 +313,45 @@ class EnvironmentAnswers:
             else:
                 metrics[name] = value
         limits: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
-        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=step.request.branch, **limits)
+        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=is_branch, **limits)
 
-    def _render(self, trajectory: Trajectory, step: Step) -> list[int]:
+    def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
+        """Returns the tokens of the next turn's prompt that are new, and whether they are a whole one."""
+        request, is_first = step.request, not trajectory.turns
         if step.done:
-            return []  # nothing reads it
-        if step.request.branch and (trajectory.turn_rewards or step.reward is not None):
-            raise ConfigError("a branch begins after a turn with a reward; only the last turn may have one")
-        if step.request.prompt is not None:
-            return self._raw(step.request.prompt, is_first=not trajectory.turns or step.request.branch)
+            return [], False  # nothing reads it
+        if request.prompt is not None:
+            return self._raw(request.prompt, is_first=is_first or request.branch), request.branch
+        if (is_first or request.branch) and not self.renderer.rewrites:
+            return self.renderer.prompt(step.messages, request.tools), request.branch
+        if self.renderer.rewrites:
+            return self._whole(trajectory, step)
+        ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
+        return self.renderer.observation(self._shortened(step.messages), ended_with_eos=ended), False
+
+    def _whole(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
+        """Render the conversation by a template that changes earlier turns."""
         if not trajectory.turns or step.request.branch:
-            return self.renderer.prompt(step.messages, step.request.tools)
+            history = self._histories[trajectory.key] = _History(list(step.messages), step.request.tools)
+            read, end = "", None
+        else:
+            history, said = self._histories[trajectory.key], self._last_text(trajectory)
+            turn = {"role": "assistant", "content": self.renderer.opening + said}
+            history.messages += [step.request.answer or turn, *self._shortened(step.messages)]
+            last = trajectory.response_ids[-1]
+            read, end = history.read + said, last if last in self.renderer.turn_ends else None
+        ids, history.read, goes_on = self.renderer.whole(history.messages, history.tools, read, end)
+        return ids, bool(trajectory.turns) and not goes_on
+
+    def _shortened(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
-        messages: list[ChatMessage] = []
-        for message in map(self.renderer.answered, step.messages):  # before the cut: broken tokens are more tokens
+        short: list[ChatMessage] = []
+        for message in map(self.renderer.answered, messages):  # before the cut: broken tokens are more tokens
             content = message.get("content")
             if isinstance(content, str):
                 message = {**message, "content": shorten(content, self.renderer.tokenizer, limit, side)}
-            messages.append(message)
-        ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
-        return self.renderer.observation(messages, ended_with_eos=ended)
+            short.append(message)
+        return short
 
     def _raw(self, prompt: str | list[int], *, is_first: bool) -> list[int]:
         tokenizer = self.renderer.tokenizer
@@ -334,15 +366,22 @@ class EnvironmentAnswers:
             self._stops[texts] = StopTexts(self.renderer.tokenizer, texts)
         return self._stops.get(texts)
 
-    def _text(self, trajectory: Trajectory) -> str:
-        """Returns the last turn as an environment reads it: special tokens included, without the one that ended it."""
+    def _last_text(self, trajectory: Trajectory) -> str:
+        """Returns the last turn, special tokens included, without the one that ended it."""
         assert trajectory.last_turn is not None
         start, end = trajectory.last_turn
-        ids, tokenizer = trajectory.response_ids[start:end], self.renderer.tokenizer
-        has_end = ids[-1] == self.renderer.end_of_turn or ids[-1] in self.renderer.end_token_ids
-        text = str(tokenizer.decode(ids[:-1] if has_end else ids, skip_special_tokens=False))
+        ids = trajectory.response_ids[start:end]
+        written = ids[:-1] if ids[-1] in self.renderer.turn_ends else ids
+        return str(self.renderer.tokenizer.decode(written, skip_special_tokens=False))
+
+    def _text(self, trajectory: Trajectory) -> str:
+        """Returns the last turn as an environment reads it."""
+        text, tokenizer = self._last_text(trajectory), self.renderer.tokenizer
         if not self._reads_turns:
             return text
+        assert trajectory.last_turn is not None
+        start, end = trajectory.last_turn
+        ids = trajectory.response_ids[start:end]
         tokens, before = [tokenizer.decode([token]) for token in ids], len(trajectory.prompt_ids) + start
         return written_turn(text, ids, tokens, trajectory.logprobs[start:end], trajectory.last_finish, before)
 
@@ -500,6 +539,7 @@ class TrajectoryGenerator(Generator):
             turns=trajectory.turns,
             status=trajectory.status,
             turn_rewards=trajectory.turn_rewards,
+            earned=math.fsum(reward for part in trajectory.branches for _, reward in part.turn_rewards),
             trajectory_metrics=trajectory.metrics,
             reward_failure=trajectory.message,  # kept where nothing can be graded
             routes=trajectory.routes,
@@ -537,20 +577,24 @@ class TurnGrading(Grading):
         super().__init__(pool, tokenizer)
         self.gives_rewards = gives_rewards
         self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
+        self._earlier: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)  # its other sequences
 
     def begin(self, rewards: Iterable[str], num_samples: int) -> None:
         """Forget the trajectories of the last round, then begin as `Grading` does."""
         self._last_turns = []
+        self._earlier.clear()
         super().begin(rewards, num_samples)
 
     def add(self, sample: Sample) -> None:
         """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
         turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
+        sample.steps = list(sample.turn_rewards)
+        if sample.index >= BRANCH:
+            self._earlier[sample.prompt_index, sample.index % BRANCH].append(sample)
         if turn is None or sample.index >= BRANCH:
             return
         if self.gives_rewards:
-            sample.reward = math.fsum(reward for _, reward in sample.turn_rewards)
-            sample.steps = list(sample.turn_rewards)
+            sample.reward = math.fsum([sample.earned, *(reward for _, reward in sample.turn_rewards)])
             return
         ids = sample.response_ids[turn.start : turn.end]
         alone = replace(sample, response_ids=ids, loss_mask=[], turns=[], turn_rewards=[])
@@ -561,11 +605,14 @@ class TurnGrading(Grading):
         """Wait as `Grading` does, then add the rewards of last turns to those of the other turns."""
         problem = super().finish()
         for sample, turn, alone in self._last_turns:
-            sample.reward = math.fsum([alone.reward, *(reward for _, reward in sample.turn_rewards)])
+            sample.reward = math.fsum([alone.reward, sample.earned, *(reward for _, reward in sample.turn_rewards)])
             sample.reward_metrics = alone.reward_metrics
             sample.reward_texts, sample.reward_failure = alone.reward_texts, alone.reward_failure
             sample.steps = [(turn.start + token, reward) for token, reward in alone.steps]
-            if not sample.steps and sample.turn_rewards:
+            if sample.steps:
+                for earlier in self._earlier[sample.prompt_index, sample.index]:
+                    earlier.steps = []
+            elif sample.turn_rewards or sample.earned:
                 parts = dict(sample.turn_rewards)
                 parts[turn.end - 1] = parts.get(turn.end - 1, 0.0) + alone.reward
                 sample.steps = sorted(parts.items())

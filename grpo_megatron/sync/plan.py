@@ -89,14 +89,18 @@ class EngineTensors:
     """The tensors of a complete weight stream, and the interval of each that each engine rank reads.
 
     An engine that reads complete tensors has the span [0, length) on each rank. `groups` names, for each tensor that is
-    loaded and digested together with others, its group: one linear layer of all experts (digest.py). `unattested`: tensors
-    of which a rank keeps several parts, so that no digest of a span can be compared.
+    loaded and digested together with others, its group: one linear layer of all experts (digest.py). `kept`: tensors of which
+    an engine rank reads everything and keeps several intervals, which it has one after the other.
     """
 
     tensors: Mapping[str, SyncTensor]
     spans: EngineSpans
     groups: Mapping[str, str] = field(default_factory=dict)
-    unattested: frozenset[str] = frozenset()
+    kept: Mapping[str, tuple[tuple[Interval, ...], ...]] = field(default_factory=dict)  # per engine rank
+
+    def intervals(self, name: str, rank: int) -> tuple[Interval, ...]:
+        """Returns what an engine rank has of a tensor after loading."""
+        return self.kept[name][rank] if name in self.kept else (self.spans[name][rank],)
 
     def units(self, rank: int) -> dict[str, list[str]]:
         """Return what a rank loads, and digests, in one call: name of the group or tensor -> the tensors that it reads."""

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.algo.advantages import copies_of
+from grpo_megatron.algo.distillation import LEAST_LOGPROB
 from grpo_megatron.algo.plan import pack_units, row_weights
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, TeacherConfig
+from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.policy import AdapterReference, Policy, Reference
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.exchange import build_batch
@@ -27,6 +30,8 @@ class Teachers:
 
     def __init__(self, config: Config, checked: Checked, policy: Policy) -> None:
         self.config, self.mesh, self.num_ids = config, policy.mesh, policy.arch.vocab_size
+        archs = (checked.teachers.get(name, policy.arch) for name in config.teachers)  # a server may have any
+        self.num_rows = [arch.vocab_size for arch in archs]  # of their vocabularies
         self.layouts = [_layout(config, teacher, policy) for teacher in config.teachers.values()]
         self.models: list[Policy | Reference | AdapterReference | RemoteTeacher] = []
         for name, layout in zip(config.teachers, self.layouts, strict=True):
@@ -47,16 +52,27 @@ class Teachers:
         rows: list[Tensor | None] = [None] * len(batch) if self.mesh.is_last_stage else []  # their distributions
         logprobs = torch.zeros(batch.response_mask.shape)
         for number, layout in enumerate(self.layouts):
-            part = self._part(batch, index, number)
+            part, unknown = self._known(self._part(batch, index, number), number)
             scored = self._scored(part, number) if layout is None else self._scored_elsewhere(part, number, layout)
             of_part, distributions = scored
-            logprobs += of_part  # 0 in the rows of others
+            logprobs += of_part.masked_fill(unknown & (of_part != 0), LEAST_LOGPROB)  # 0 in the rows of others
             for row, distribution in enumerate(distributions):
                 rows[row] = distribution if distribution is not None else rows[row]
         scores = TeacherScores(index, torch.zeros_like(logprobs), logprobs, kl=objective.kl, beta=objective.beta)
         if objective.kl == "sampled":
             return scores
         return replace(scores, top=rows) if objective.top_k else replace(scores, states=rows, heads=self.heads)
+
+    def _known(self, part: Batch, number: int) -> tuple[Batch, Tensor]:
+        """Replaces ids that a teacher has no row for, and returns which response tokens [B, R] they are.
+
+        They belong to no token: models of one tokenizer differ in the rows that fill up a vocabulary.
+        """
+        last = self.num_rows[number] - 1
+        unknown = torch.zeros(part.response_mask.shape, dtype=torch.bool)
+        for row, (tokens, length) in enumerate(zip(part.tokens, part.prompt_lengths, strict=True)):
+            unknown[row, : len(tokens) - length] = tokens[length:] > last
+        return replace(part, tokens=[tokens.clamp(max=last) for tokens in part.tokens]), unknown
 
     def _scored(self, part: Batch, number: int) -> tuple[Tensor, list[Tensor | None]]:
         """Returns log-probabilities [B, R] and distributions of the rows in micro-batches of `part`. Collective."""
@@ -198,7 +214,10 @@ def _build(
         return AdapterReference(policy, stored)
     path, dtype = teacher.path or policy_start(config), teacher.dtype or config.model.dtype
     parts = (path, dtype, checked.teachers[name], teacher.layout(config.actor), mesh, policy.device)
-    return Reference.load(*parts, temperature=config.rollout.temperature)
+    options: dict[str, Any] = {"temperature": config.rollout.temperature}
+    if teacher.adapters is not None:
+        options["read"] = PeftFolder(teacher.adapters).merged(checked.teachers[name], getattr(torch, dtype))
+    return Reference.load(*parts, **options)
 
 
 def build_teachers(config: Config, checked: Checked, policy: Policy) -> Teachers | None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from grpo_megatron.checks.resume import InputDigests
 from grpo_megatron.config import Config
 from grpo_megatron.imports import installed_versions
+from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.lora.table import lora_rows
 from grpo_megatron.models.optimizer import moments
@@ -38,6 +39,7 @@ from grpo_megatron.sync.attest import Provenance
 from grpo_megatron.sync.digest import DigestSlice, group_digests, group_magnitudes, grouped_values, ragged_digests
 from grpo_megatron.sync.plan import Shard, SyncParameter, SyncTensor
 from grpo_megatron.training.checkpoint import TrainedModel
+from grpo_megatron.training.dump import metric_parts, metric_values
 from grpo_megatron.types import Batch, Sample
 
 Columns = dict[str, tuple[Array, Array]]  # stage -> int64 [rows], float32 [rows, numbers of the stage]
@@ -259,29 +261,39 @@ class Trace:
         state = self._state() if first_step else {}
         facts = run_facts(config, policy, self.tensors.names) | {"state": state}
         facts["beside"] = {prefix: self._models[prefix].names for prefix in self._beside}
-        on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts))
-        policy.on_gradients = lambda norm: self.gradients(norm)
+        initial = (
+            {} if first_step else {f"{one}weights": self._leaves(one, TracedTensors.weights) for one in self._models}
+        )
+        on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts, initial))
+        policy.on_gradients = lambda *update: self.gradients(*update)
         for prefix, model in self._beside.items():
             model.on_gradients = functools.partial(self.gradients, prefix=prefix)
             model.on_use = functools.partial(self._used, prefix)
 
-    def _open(self, first_step: int, facts: dict[str, Any]) -> None:
+    def _open(self, first_step: int, facts: dict[str, Any], initial: dict[str, Leaves]) -> None:
         self._folder.mkdir(exist_ok=True, parents=True)
         self._sink = JsonlSink(self._folder / STEPS_FILE, first_step)
         for path in self._folder.glob("step_*.bin"):
             if int(path.stem.removeprefix("step_")) >= first_step:
                 path.unlink()
+        if initial:  # the size of the first update follows from it
+            (self._folder / step_name(-1)).write_bytes(step_content(-1, initial, np.zeros((0, 2)), [])[0])
         self._sink.append(first_step, {"facts": facts})
 
     def _begin_step(self) -> None:
         self._tables: dict[str, list[tuple[Tensor, Tensor]]] = {prefix: [] for prefix in self._models}  # of gradients
         self._norms: dict[str, list[float]] = {prefix: [] for prefix in self._models}
+        self._sums: dict[str, list[MetricSums]] = {prefix: [] for prefix in self._models}
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
-        """Compute the root of a model's tensors. Collective."""
+    def _leaves(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> Leaves:
+        """Digest a model's tensors. Collective."""
         with self._beside[prefix].in_use() if prefix else contextlib.nullcontext():
-            return root(_summed([read(self._models[prefix])])[0][0])
+            digests, numbers = _summed([read(self._models[prefix])])
+        return Leaves(digests[0], numbers[0])
+
+    def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
+        return root(self._leaves(prefix, read).digests)
 
     def _optimizers(self) -> str:
         return " ".join(self._root(prefix, TracedTensors.optimizer) for prefix in self._models)
@@ -301,9 +313,10 @@ class Trace:
         if self._sink is not None:
             self._sink.append(steps_done - 1, {"saved": optimizers})
 
-    def gradients(self, norm: float, prefix: str = "") -> None:
-        """Digest the gradients of the optimizer step that comes next, whose norm before clipping is `norm`."""
+    def gradients(self, norm: float, sums: MetricSums, prefix: str = "") -> None:
+        """Digest the gradients of the optimizer step that comes next. `norm` before clipping; `sums` of their pass."""
         self._norms[prefix].append(norm)
+        self._sums[prefix].append(sums)
         if self.is_full:
             self._tables[prefix].append(self._models[prefix].gradients())
 
@@ -317,8 +330,8 @@ class Trace:
         self._weights[""] = self.tensors.weights()
         tables = {prefix: [*self._tables[prefix], weights] for prefix, weights in self._weights.items()}
         summed, norms = {prefix: _summed(of_model) for prefix, of_model in tables.items()}, self._norms
-        self._begin_step()
         parts = self.mesh.gather(self._local(samples, batch))
+        self._begin_step()
         if self._sink is None:
             return
         rows, uids = self._rows(parts)
@@ -338,6 +351,7 @@ class Trace:
                 stages[f"{prefix}gradients {update}"] = Leaves(*table)
                 stages[f"{prefix}gradient norm {update}"] = Leaves(norm.view(np.uint64), norm[:, None])
             stages[f"{prefix}weights"] = Leaves(*weights)
+        stages |= self._losses(parts)
         states = np.array([part["random state"] for part in parts], dtype=np.int64).view(np.uint64)
         stages["random state"] = Leaves(states, np.zeros((len(states), 0)))
         self._publish(step, stages, np.array(list(rows), dtype=np.int64).reshape(-1, 2), uids)
@@ -353,8 +367,26 @@ class Trace:
         if self.mesh.is_replica_reporter and len(batch):
             keys = [(table.prompt_index[row], table.index[row]) for row in batch.rows]
             content["batch"] = keys, batch_columns(batch)
+        if self.mesh.is_replica_reporter:
+            content["losses"] = {prefix: [metric_parts(one) for one in sums] for prefix, sums in self._sums.items()}
         content["random state"] = _digest(random_state(self.policy))
         return content
+
+    def _losses(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Leaves]:
+        """Return the losses and KLs of each optimizer step, over all ranks.
+
+        Their digests are of float32: sums of float64 in another order have those bits, too.
+        """
+        stages, replicas = {}, [part["losses"] for part in parts if "losses" in part]
+        for prefix in self._models:
+            for update, totals in enumerate(zip(*(one[prefix] for one in replicas), strict=True)):
+                values = metric_values(list(totals), self.policy.actor)
+                names = sorted(n for n in {*itertools.chain(*totals)} if n.endswith(("loss", "kl")))
+                column = np.array([values[name] for name in names], dtype=np.float32)
+                stages[f"{prefix}losses {update}"] = Leaves(
+                    column.view(np.uint32).astype(np.uint64), column[:, None], tuple(names)
+                )
+        return stages
 
     def _rows(self, parts: Sequence[Mapping[str, Any]]) -> tuple[dict[tuple[int, int], int], list[str]]:
         """Number the rows of all ranks, in order, and list the uids of the prompts."""

@@ -26,15 +26,18 @@ import numpy as np
 import grpo_megatron
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.device import device_bytes
 from grpo_megatron.registry import find_modules
 from grpo_megatron.report.kit import PAGE_PARTS, html_page
 from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.report.trace_file import StepFile, TraceFolder
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.hub import model_folder
 from grpo_megatron.storage.run_files import on_disk, rollout_files
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.compare import compare_runs, compare_seams, config_of, precision, row_distances
+from grpo_megatron.trust.depth import fitting_depth, write_first_layers
 from grpo_megatron.types import BY_MODEL
 from grpo_megatron.untrusted import parse_yaml, visible
 
@@ -43,6 +46,7 @@ RESULT_FILE = "certify.json"  # the result; a folder without it is not replaced
 MARGIN = 1.2  # of the estimated seconds of a check
 MAX_GROWTH_GB = 1.0  # of the memory that stays while the engine sleeps
 NUM_TENSORS, NUM_GRADED, TIMES = 8, 256, 4  # one of these is corrupted; responses that are graded again, so many times
+MODELS = ("hf", "megatron", "first_layers")  # folders that are removed at the end
 FAULT = "GRPO_MEGATRON_FAULT"  # environment variable of a run: what `plant` does in each of its ranks
 # Schedules that STEPS steps would not reach the end of, and which are refused therefore.
 CONSTANT = {"lr_warmup_steps": 0, "lr_decay_style": "constant", "lr_wsd_decay_steps": None, "min_lr": 0.0}
@@ -58,7 +62,7 @@ class CertifyOptions(Options):
 
     program = "certify"
     description = "Prove on this machine, by short runs of a config, what training relies on."
-    epilog = "Exit codes: 0 if no check is red, 1 if one is, 2 for a mistake in the config."
+    epilog = "Exit codes: 0 if no check is red, 1 if one is, 2 if nothing was checked."
     config: Annotated[Path, Argument("the YAML file of a run", "CONFIG")]
     overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
     minutes: Annotated[float, Option("leave out what would end later (default 10)", "N", gt=0)] = 10.0
@@ -114,12 +118,17 @@ class Bench:
         return TraceFolder(self.work / name)
 
     def pair(
-        self, name: str, *changes: str, fault: Mapping[str, Any] | None = None, is_exact: bool = False
+        self,
+        name: str,
+        *changes: str,
+        fault: Mapping[str, Any] | None = None,
+        is_exact: bool = False,
+        base: str = "base",
     ) -> ProofResult:
-        """Make a run and compare it with the base, as `diff --tolerance` does. `is_exact`: all bits must be equal."""
+        """Make a run and compare it with `base`, as `diff --tolerance` does. `is_exact`: all bits must be equal."""
         if code := self.train(name, *changes, fault=fault):
             return RED, f"the run ended with {code}: {self.last_line(name)}"
-        result = compare_runs(self.trace("base"), self.trace(name), tolerance=not is_exact)
+        result = compare_runs(self.trace(base), self.trace(name), tolerance=not is_exact)
         if (first := result.first) is None:
             state = GREEN if result.num_steps == STEPS else RED
             return state, f"every digest of {result.num_steps} steps of {STEPS} is equal"
@@ -127,7 +136,7 @@ class Bench:
         if result.verdict == "explained":
             return GREEN, f"rounding explains the differences, the first in {place}: {first.measured}"
         leaf = f" ({first.leaves[0].name})" if first.leaves else ""
-        return RED, f"{place}{leaf} {first.measured}: {result.cause}; see diff {self.work}/base {self.work}/{name}"
+        return RED, f"{place}{leaf} {first.measured}: {result.cause}; see diff {self.work}/{base} {self.work}/{name}"
 
     @functools.cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -281,16 +290,29 @@ def _micro_batches(bench: Bench) -> ProofResult:
 
 
 def _layout(bench: Bench) -> ProofResult:
-    """Run without tensor parallelism, or on half of the ranks; one rank on CPU: on two."""
+    """Run without tensor parallelism, or on half of the ranks; one rank on CPU: on two. What does not fit: its first layers."""
     tp, trainer = bench.config.actor.megatron.tensor_model_parallel_size, bench.config.trainer
-    count, changes = bench.num_ranks // max(tp, 2) or 2, ["actor.megatron.tensor_model_parallel_size=1"] * (tp > 1)
+    count, values = bench.num_ranks, {"actor.megatron.tensor_model_parallel_size": 1} if tp > 1 else {}
     if bench.start is None and (bench.num_ranks > 1 or trainer.device == "cpu"):
+        count = bench.num_ranks // max(tp, 2) or 2
         nodes = trainer.nnodes if count % trainer.nnodes == 0 else 1
-        changes += [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={count // nodes}"]
-    if not changes:
+        values |= {"trainer.nnodes": nodes, "trainer.n_gpus_per_node": count // nodes}
+    if not values:
         raise NotApplicable("one rank, or --start fixes their number and tensor parallelism is 1")
-    state, measured = bench.pair("layout", *changes)
-    return state, f"{' '.join(changes)}: {measured}"
+    base, changes = "base", [f"{key}={value}" for key, value in values.items()]
+    changed, device = bench.config.with_values(values), device_bytes(trainer.device)
+    depth = None if device is None else fitting_depth(changed, count, [(bench.config, bench.num_ranks)], device)
+    if depth is not None:
+        base, shallow = "shallow", f"model.path={bench.work / 'first_layers'}"
+        arguments = [argument for argument in bench.arguments if argument.startswith("model.path=")]
+        model = Path(arguments[-1].partition("=")[2]) if arguments else bench.config.model.path
+        write_first_layers(model_folder(model, weights=True), depth, bench.work / "first_layers")
+        changes.append(shallow)
+        if code := bench.train(base, shallow):
+            return RED, f"{shallow} ended with {code}: {bench.last_line(base)}"
+    state, measured = bench.pair("layout", *changes, base=base)
+    of_depth = "" if depth is None else f" (the first {depth} layers; the complete model does not fit)"
+    return state, f"{' '.join(changes)}{of_depth}: {measured}"
 
 
 def _order(bench: Bench) -> ProofResult:
@@ -301,8 +323,9 @@ def _order(bench: Bench) -> ProofResult:
     wrong = [
         f"step {step}: the {stage}" for (step, stage), root in sides[0].items() if sides[1].get((step, stage)) != root
     ]
-    sizes = " and ".join(str(trace.facts_at(0)["layout"]["world_size"]) for trace in (one, other))
-    return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes} ranks"
+    layouts = (trace.facts_at(0)["layout"] for trace in (one, other))
+    sizes = " and ".join(f"{layout['world_size']} ranks ({layout['dp']} data-parallel)" for layout in layouts)
+    return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes}"
 
 
 def _delays(bench: Bench) -> ProofResult:
@@ -419,10 +442,13 @@ def run_checks(bench: Bench) -> int:
         if code:
             base = f"{name} ended with {code}: {bench.last_line(name)}"
     except subprocess.TimeoutExpired:
-        code, base = 1, "it did not end within --minutes"
+        raise ConfigError(
+            f"{STEPS} steps did not end within --minutes, and nothing was checked; give it more"
+        ) from None
     if code == 2:
-        log = (bench.work / f"{name}.log").read_text(errors="replace").strip()
-        raise ConfigError(f"the config cannot run for {STEPS} steps:\n{log}")
+        lines = (bench.work / f"{name}.log").read_text(errors="replace").splitlines()
+        problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "  "))]
+        raise ConfigError("\n  ".join([f"the config cannot run for {STEPS} steps:", *problems]))
     results: dict[str, ProofResult] = {}
     for name, (runs, measure) in {"base run": (0.0, lambda _: (RED if code else GREEN, base)), **PROOFS}.items():
         if code == 0 or not results:
@@ -480,6 +506,6 @@ def _write(work: Path, results: Mapping[str, ProofResult]) -> None:
         sections[f"{name}: {state}"] = [measured, f"proves: {proves}", f"a red one costs: {cost}"]
     write_file(work / RESULT_FILE, json.dumps(rows, indent=1) + "\n")
     write_file(work / "certify.html", html_page("diff", f"certify {work.stem}", {}, sections=sections))
-    for folder in (*work.glob("*/checkpoints"), *work.glob("*/sft/checkpoints"), work / "hf", work / "megatron"):
+    for folder in (*work.glob("*/checkpoints"), *work.glob("*/sft/checkpoints"), *(work / name for name in MODELS)):
         shutil.rmtree(folder, ignore_errors=True)
     print(f"\n{title}\n{work / 'certify.html'}\n{work / RESULT_FILE}")

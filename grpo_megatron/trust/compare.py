@@ -5,9 +5,11 @@ each stage has a bound on what rounding explains, and a stage beyond its bound i
 
     rows     |difference of means| <= B, and |difference of projections| / sqrt(tokens) <= 4 B,      B = FIRST[dtype] * (1 + u)
     tensors  sqrt(sum of d^2) <= G * sqrt(sum of norm^2), each |d| <= 6 G * (norm + 1e-3 total),  G = GRADIENT[dtype] * (1 + 10 u)
+    losses   |difference| <= B * max(1, |loss|, largest |advantage|)
 
 with d the difference of two projections, which estimates the distance of two tensors, and u the optimizer steps before. FIRST is
-the bound of the probe after a sync (sync/attest.py). Weights: rms(d) <= UPDATE[dtype] * (1 + u) of the step's own update.
+the bound of the probe after a sync (sync/attest.py). Weights, where u counts the
+step's own, too: rms(d) <= UPDATE[dtype] * (1 + u) of the step's update.
 Prompts, images, seeds, and rewards of equal responses have no rounding, nor have advantages that follow from rewards alone. A
 response parts where two logits are within the rounding of each other: n of them are explained while a Poisson number of mean
 2 B * tokens reaches n with a probability above 1e-6.
@@ -34,12 +36,14 @@ from grpo_megatron.report.trace_file import (
     BESIDE,
     MEANS,
     NORMS,
+    TERMS,
     StepFile,
     TraceFolder,
     base_name,
     stage_of,
     stage_order,
 )
+from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.values import row_values, weight_values
@@ -49,7 +53,7 @@ UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
 MAX_LEAVES = 8  # that are named of a stage
 NEAR = 1e-6  # token weights: sums of numbers of tokens; advantages of equal rewards
 REJECTED = 0.1  # the same where rounding decides which tokens rollout_rs rejects
-OTHER_SAMPLES = "of other samples"
+OTHER_SAMPLES, NOT_KEPT = "of other samples", "not kept"
 GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
@@ -59,7 +63,7 @@ NO_EFFECT = re.compile(
 )
 LAYOUT = re.compile(
     r"trainer\.(nnodes|n_gpus|device)|actor\.(megatron\.|ppo_micro|ppo_max_token|share_prompts)|rollout\.(tensor_model|expert_parallel|gpu_"
-    r"|max_num|placement|rollout_ranks|sync|engine|free_cache|update_weights|enforce_eager)"
+    r"|max_num|placement|rollout_ranks|sync|engine_|free_cache|update_weights|enforce_eager)"
 )
 NOTHING, ROUNDING, RESULTS = "changes no number", "may change rounding", "may change results"
 EFFECTS = {"data": RESULTS, "code": RESULTS, "libraries": ROUNDING, "machine": ROUNDING, "layout": ROUNDING}
@@ -84,7 +88,8 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "advantages": "the advantage estimator, or a group with another member",
     "returns": "the critic's targets: gamma, lambda, rewards at tokens",
     "token weights": "the loss's denominator: per micro-batch or per batch, a mask, the aggregation",
-    "gradients": "the backward pass: the loss (clip, KL direction, temperature), its kernels, or a row that counts twice",
+    "losses": "the loss: its terms (clip, KL direction, temperature), or a row that is left out or counts twice",
+    "gradients": "the backward pass: coefficients of the loss's terms, its kernels, or gradients that are not cleared",
     "gradient norm": "the reduction of the norm over ranks",
     "weights": "the optimizer: a lost moment, learning rate, clipping, weight decay, or a tensor that was not updated",
     "random state": "something has taken random numbers",
@@ -123,7 +128,7 @@ class Parting:
     count: int = 0  # of the leaves that differ; 0: the leaves are no longer kept
     total: int = 0
     leaves: tuple[Leaf, ...] = ()
-    judgement: str = "not judged"
+    judgement: str = "not judged"  # or NOT_KEPT
     measured: str = ""
 
 
@@ -154,9 +159,11 @@ class Diff:
 
 
 def config_of(run: Path) -> dict[str, Any]:
-    """Read the settings of a run, with those of its last start."""
+    """Read the settings of a run, with those of its last start. Raises StorageError: the bounds follow from them."""
     folder = RunFolder(run.parent if run.name == WARM_UP_FOLDER else run)
     folder.update()
+    if not folder.settings:
+        raise StorageError(f"{folder.folder / 'config.yaml'} cannot be read: it is missing, or no config of a run")
     return folder.settings | {key: now for _, changes in folder.attempts[-1:] for key, _, now in changes}
 
 
@@ -205,19 +212,22 @@ def precision(settings: Mapping[str, Any]) -> str:
 
 
 def compare_runs(left: TraceFolder, right: TraceFolder, *, tolerance: bool = False, scale: float = 1.0) -> Diff:
-    """Compare two runs. With `tolerance`, differences are judged by the bounds of rounding, times `scale`."""
+    """Compare two runs. With `tolerance`, differences are judged by bounds of rounding, times `scale`. Raises StorageError."""
     settings = config_of(left.run), config_of(right.run)
     result = Diff(str(left.run), str(right.run), list(changes_between(left, right, *settings)))
-    steps = sorted({*left.steps} & {*right.steps})
+    steps = sorted(step for step in {*left.steps} & {*right.steps} if {*left.steps[step]} & {*right.steps[step]})
+    if not steps:
+        spans = [
+            f"{side.run} has {len(side.steps)} steps, from {min(side.steps, default='none')} on"
+            for side in (left, right)
+        ]
+        raise StorageError(f"the traces have no step in common: {'; '.join(spans)}")
     result.num_steps = len(steps)
     for side, other in ((left, right), (right, left)):
         if more := sorted({*side.steps} - {*other.steps}):
             result.notes.append(
                 f"{side.run} has {len(more)} more steps, from step {more[0]} on, which are not compared"
             )
-    if not steps:
-        result.notes.append("the runs have no step in common")
-        return result
     sides = _Sides(left, right, settings, scale)
     for step in steps:
         partings = list(sides.partings(step, judged=tolerance))
@@ -227,8 +237,12 @@ def compare_runs(left: TraceFolder, right: TraceFolder, *, tolerance: bool = Fal
     if sides.skipped:
         result.notes.append(f"not in both traces, and not compared: {', '.join(sorted(sides.skipped))}")
     if result.partings:
-        is_wrong = any(one.judgement == "wrong" for one in result.partings)
-        result.verdict = ("wrong" if is_wrong else "explained") if tolerance else "part"
+        judgements = {one.judgement for one in result.partings}
+        result.verdict = "wrong" if "wrong" in judgements else "part" if NOT_KEPT in judgements else "explained"
+        if not tolerance:
+            result.verdict = "part"
+        elif NOT_KEPT in judgements:
+            result.notes.append("rows or tensors that are no longer kept (trainer.trace_keep) cannot be judged")
         if sides.has_ended and tolerance:
             result.notes.append(
                 f"from step {result.partings[-1].step} on the samples differ, and no later step is judged"
@@ -249,7 +263,7 @@ class _Sides:
         self._updates, self.num_updates, self.has_ended = Counter[str](), 0, False
         self.skipped: set[str] = set()
         self.unequal: dict[str, list[int]] = {}  # of the step: stage -> leaves that differ
-        self._before: tuple[StepFile | None, StepFile | None] = (None, None)
+        self._weights: dict[str, Array] = {}  # the projections of the left side's weights before the step, by stage
 
     def files(self, step: int) -> tuple[StepFile | None, StepFile | None]:
         """Open the files of a step."""
@@ -259,29 +273,34 @@ class _Sides:
         """Yield the stages of a step that differ, in order."""
         roots = self.left.steps[step], self.right.steps[step]
         self.unequal = {}
-        if self._before[0] is None and judged:
-            self._before = self.left.file(step - 1), None
+        if not self._weights and judged:
+            self._keep_weights(self.left.file(step - 1))
         a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
         for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
             if stage not in roots[0] or stage not in roots[1]:
                 self.skipped.add(base_name(stage))
             elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
                 yield parting
-        self._before = a, b
+        self._keep_weights(a)
         for prefix in ("", *BESIDE):
-            self._updates[prefix] += sum(stage.startswith(f"{prefix}gradient norm") for stage in roots[0])
+            self._updates[prefix] += sum(stage.startswith(f"{prefix}losses") for stage in roots[0])
         self.num_updates = max(self._updates.values())
+
+    def _keep_weights(self, file: StepFile | None) -> None:
+        for stage in (f"{prefix}weights" for prefix in ("", *BESIDE)):
+            if file is not None and stage in file:
+                self._weights[stage] = file.numbers(stage)[:, 1].astype(np.float64)
 
     def _parting(self, step: int, stage: str, a: StepFile | None, b: StepFile | None, judged: bool) -> Parting | None:
         kind = stage_of(stage).kind
         if a is None or b is None:
-            return Parting(step, stage, kind)
-        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows):
+            return Parting(step, stage, kind, judgement=NOT_KEPT if judged else "not judged")
+        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows) or a.terms(stage) != b.terms(stage):
             if kind == "rank":  # another layout has other ranks
                 return None
             self.has_ended = True
             return Parting(
-                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", "other rows"
+                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", f"other {kind}s"
             )
         wrong = self.unequal[stage] = list(a.differing(b, stage))
         numbers = a.numbers(stage), b.numbers(stage)
@@ -300,6 +319,8 @@ class _Sides:
         elif facts.kind == "tensor":
             names = self.left.tensors(stage)
             name = names[number] if number < len(names) else name
+        elif facts.kind == "term":
+            name = file.terms(stage)[number]
         values = ([float(v) if math.isfinite(v) else None for v in side[number]] for side in (left, right))
         return Leaf(name, *(dict(zip(facts.numbers, side, strict=True)) for side in values))
 
@@ -325,6 +346,8 @@ class _Sides:
         if kind == "tensor" and base.endswith("weights"):
             return self._judge_weights(stage, a, b)
         num_updates = self.num_updates + int(stage.removeprefix(base))
+        if kind == "term":
+            return self._judge_losses(stage, a, b, self.scale * FIRST[self.precision] * (1 + num_updates))
         bound = self.scale * GRADIENT[self.precision] * (1 + 10 * num_updates)
         left, right = (side.numbers(stage).astype(np.float64) for side in (a, b))
         if kind == "step":
@@ -362,6 +385,13 @@ class _Sides:
         lacks = ", and rows that only one run trains on" if in_one[0] != in_one[1] else ""
         return _named(ratio <= bound and not lacks), f"up to {ratio:.2g} per token, bound {bound:.2g}{lacks}"
 
+    def _judge_losses(self, stage: str, a: StepFile, b: StepFile, bound: float) -> tuple[str, str]:
+        left, right = (side.numbers(stage)[:, 0].astype(np.float64) for side in (a, b))
+        largest = abs(a.numbers("advantages")[:, 0]).max(initial=1.0) if "advantages" in a else 1.0
+        ratios = abs(left - right) / np.maximum(abs(left), largest)
+        worst = int(ratios.argmax())
+        return _named(ratios[worst] <= bound), f"{a.terms(stage)[worst]} by {ratios[worst]:.2g}, bound {bound:.2g}"
+
     def _is_of_rewards(self, file: StepFile) -> bool:
         """Tell whether advantages follow from rewards alone, and these are equal."""
         has_models = "values" in file or "teacher log-probabilities" in file or "scores" in self.unequal
@@ -369,13 +399,14 @@ class _Sides:
         return is_grouped and not has_models and not self.settings.get("algorithm.use_kl_in_reward")
 
     def _judge_weights(self, stage: str, a: StepFile, b: StepFile) -> tuple[str, str]:
-        before = self._before[0]
-        if before is None or stage not in before:
-            return "not judged", "the step before is needed"
-        left, right, old = (side.numbers(stage)[:, 1].astype(np.float64) for side in (a, b, before))
+        if stage not in self._weights:  # a reward model that has learned long ago; or a step that is no longer kept
+            return (NOT_KEPT if stage == "weights" else "not judged"), "the weights before are needed"
+        left, right = (side.numbers(stage)[:, 1].astype(np.float64) for side in (a, b))
+        old = self._weights[stage]
         update = float(np.sqrt(((left - old) ** 2).mean()))
         ratio = float(np.sqrt(((left - right) ** 2).mean())) / (update or 1e-30)
-        bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates)
+        of_step = sum(name.startswith(stage.replace("weights", "losses")) for name in self.left.steps[a.step])
+        bound = self.scale * UPDATE[self.precision] * (1 + self.num_updates + of_step)
         return _named(ratio <= bound), f"{ratio:.2g} of the step's update, bound {bound:.2g}"
 
 
@@ -421,7 +452,7 @@ def _explain(result: Diff, sides: _Sides) -> None:
     base = base_name(first.stage)
     rounding = [change for change in result.changes if change.effect == ROUNDING and change.kind != "config"]
     changed = [change.key for change in result.changes if change.effect == RESULTS]
-    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1])
+    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1], TERMS)
     if result.verdict == "explained" or (rounding and not is_discrete and first.judgement == "not judged"):
         result.cause = BY_ROUNDING.format(
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"
@@ -481,35 +512,33 @@ def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
 
 
 def compare_seams(trace: TraceFolder) -> Diff:
-    """Check that each resume of a run has begun with the state that the step before it has left."""
+    """Check that each resume of a run has begun with the state that the step before it has left. Raises StorageError."""
     result = Diff(str(trace.run), str(trace.run))
     for start, facts in sorted(trace.facts.items()):
-        before, state = trace.steps.get(start - 1), facts.get("state") or {}
-        if before is None or not state:
+        state, before = facts.get("state") or {}, trace.facts_at(start - 1)
+        if not state:
             continue
         result.num_steps += 1
-        same_ranks = facts["layout"] == trace.facts_at(start - 1)["layout"]
-        for stage in state:
+        for stage, at_resume in state.items():
             made = [
                 step for step in trace.steps if step < start and stage in trace.steps[step]
-            ]  # the reward model: not in each
-            left = (
-                trace.saved.get(start - 1) if stage == "optimizer" else trace.steps[max(made)][stage] if made else None
-            )
-            if (
-                left is None
-                or state.get(stage) is None
-                or left == state[stage]
-                or (stage == "random state" and not same_ranks)
-            ):
-                continue
-            result.partings.append(Parting(start, stage, "step"))
-            result.verdict = "part"
-            result.cause = (
-                f"the {stage} after step {start - 1} and at the resume differ: the checkpoint lost or changed them"
-            )
+            ]  # a reward model: not in each
+            if stage == "optimizer":
+                left = trace.saved.get(start - 1)
+            else:
+                left = trace.steps[max(made)][stage] if start - 1 in trace.steps and made else None
+            if left is None:
+                result.notes.append(
+                    f"the {stage} at the resume in step {start} has no record before it, and is not compared"
+                )
+            elif left != at_resume and (stage != "random state" or facts["layout"] == before["layout"]):
+                result.partings.append(Parting(start, stage, "step"))
+                result.verdict = "part"
     if not result.num_steps:
-        result.notes.append("the run was never resumed, so it has no seam")
+        raise StorageError(f"{trace.run} was never resumed, so it has no seam")
+    if first := result.first:
+        place = f"the {first.stage} after step {first.step - 1} and at the resume"
+        result.cause = f"{place} differ: the checkpoint lost or changed them"
     return result
 
 

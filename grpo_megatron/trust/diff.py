@@ -43,6 +43,8 @@ class DiffOptions(Options):
         """Yields a missing or a needless second run."""
         if self.itself == (self.right is not None):
             yield "name two runs; or one with --self, which looks at its resumes"
+        if self.right is not None and self.left.resolve() == self.right.resolve():
+            yield f"both runs are {self.left}; name another one, or leave it out and give --self"
         if self.itself and self.replay:
             yield "--replay runs the step where two runs part again; leave it out, or name two runs"
 
@@ -97,7 +99,11 @@ def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
     """Yield (heading, lines) of a result (`compare.Diff`)."""
     from grpo_megatron.trust.compare import leaf_lines
 
-    yield VERDICTS[result.verdict].format(steps=result.num_steps), [f"{result.left}", f"{result.right}"]
+    if result.left == result.right:
+        verdict = "joins without a seam" if result.verdict == "equal" else "a resume has a seam"
+        yield f"{verdict}: {result.num_steps} resumes", [f"{result.left}"]
+    else:
+        yield VERDICTS[result.verdict].format(steps=result.num_steps), [f"{result.left}", f"{result.right}"]
     if result.changes:
         yield "what differs", [f"{c.kind} {c.key}: {c.left} | {c.right} ({c.effect})" for c in result.changes]
     if first := result.first:

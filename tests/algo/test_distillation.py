@@ -73,12 +73,13 @@ def test_a_divergence_is_a_term_of_its_own() -> None:
     """.2 * (.25 + 1 + 2) + the rest: the sum of w' D, with w' = 2 / 3 and D = 3 tokens of .5; rows without a teacher: none."""
     inputs = sampled(0.0)
     divergence = torch.full((2, 4), 0.5, dtype=torch.float64, requires_grad=True)
-    loss, metrics = build_loss(actor(), teachers=("one",))(
-        replace(inputs, divergence=divergence, agreement=torch.ones_like(divergence))
+    loss, metrics = build_loss(actor(), teachers=("one", "two"))(
+        replace(inputs, divergence=divergence, agreement=torch.tensor([[1.0, 0, 0, 1], [0.0] * 4]))
     )
     (gradient,) = torch.autograd.grad(loss, divergence)
     want = torch.tensor([[2 / 3, 0, 2 / 3, 2 / 3], [0.0] * 4], dtype=torch.float64)
     assert torch.equal(gradient, want)
     assert loss.item() == pytest.approx(1.0) == value(metrics["distillation/loss"])
     assert value(metrics["distillation/divergence"]) == 0.5
-    assert value(metrics["distillation/agreement"]) == 1.0
+    for name in ("agreement", "agreement/one", "agreement/from_token_0"):  # of tokens 0, 2 and 3
+        assert value(metrics[f"distillation/{name}"]) == pytest.approx(2 / 3)

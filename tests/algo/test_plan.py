@@ -25,6 +25,7 @@ from grpo_megatron.algo.losses import (
     reasons_for_old_pass,
 )
 from grpo_megatron.algo.plan import make_plan, scoring_plan, token_weightings, token_weights, weigh
+from grpo_megatron.algo.ppo import length_adaptive_lams, value_targets
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, OverlongBuffer
 from grpo_megatron.types import BRANCH, GroupTable, Plan
 from tests.algo import tables
@@ -112,6 +113,9 @@ def test_group_metrics() -> None:
     assert metrics["critic/all_best_ratio"] == pytest.approx(1 / 5)
     assert metrics["critic/all_worst_ratio"] == pytest.approx(2 / 5)
     assert metrics["critic/unscorable_ratio"] == pytest.approx(1 / 10)
+    assert (
+        not {"critic/all_best_ratio", "critic/all_worst_ratio"} & plan_of(make_table([[(1, 1, 1)] * 2])).metrics.keys()
+    )
 
 
 def short(table: GroupTable, config: AlgorithmConfig) -> list[float]:
@@ -130,19 +134,42 @@ def not_finite(table: GroupTable, config: AlgorithmConfig) -> list[float]:
     return [NAN] * len(table)
 
 
-def test_a_branch_has_the_advantage_of_its_trajectory() -> None:
-    """Rewards 0, 1, 1 of three trajectories; the second one has two branches, the last one is not in the loss."""
-    plain = tables.make_table([[0.0, 1.0, 1.0]])
+def test_the_sequences_of_a_trajectory_count_as_one() -> None:
+    """Rewards 0, 1, 1 of three trajectories. The second one has three sequences of 5, 4 and, at its end, 3 tokens."""
+    whole = tables.make_table([[0.0, 1.0, 1.0]], lengths=[[3, 12, 0]])
     table = tables.make_table([[0.0, 1.0, 1.0, 1.0, 1.0]], lengths=[[3, 3, 0, 5, 4]])
     table = replace(table, index=[0, 1, 2, BRANCH + 1, 2 * BRANCH + 1])
-    for name in ("grpo", "rloo"):
+    modes = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
+    for name, mode in itertools.product(("grpo", "rloo", "reinforce_plus_plus"), modes):
         algorithm = AlgorithmConfig.model_validate({"adv_estimator": name})
-        expected = plan_of(plain, algorithm=algorithm).advantages
-        plan = plan_of(table, algorithm=algorithm)
-        assert plan.advantages == [*expected, expected[1], expected[1]]
-        assert sorted(plan.rows(0)) == [0, 1, 3, 4] and plan.token_weights[3] == plan.token_weights[0] == 1 / 15
-    with pytest.raises(ValueError, match="gives one advantage per token"):
-        plan_of(table, algorithm=AlgorithmConfig.model_validate({"adv_estimator": f"{__name__}:per_token"}))
+        expected, plan = (plan_of(t, algorithm=algorithm, loss_agg_mode=mode) for t in (whole, table))
+        for column, wanted in ((plan.advantages, expected.advantages), (plan.token_weights, expected.token_weights)):
+            assert column == [*wanted, wanted[1], wanted[1]]
+        assert sorted(plan.rows(0)) == [0, 1, 3, 4]
+    assert all(plan.metrics[key] == value for key, value in expected.metrics.items() if key.startswith("critic/"))
+
+
+def test_what_is_per_token_is_joined_and_spread_again() -> None:
+    """Sequences of 2, 3 and 1 tokens: rewards of turns, steps, penalties, masks and values keep their tokens."""
+    table = replace(
+        tables.make_table([[1.0, 1.0, 1.0]], lengths=[[1, 2, 3]], penalties=[[[0.1], [0.2, 0.3], [0.4, 0.5, 0.6]]]),
+        index=[0, BRANCH, 2 * BRANCH],
+        turn_rewards=[[(0, 0.5)], [(1, 0.25)], []],
+        step_rewards=[[(0, 5.0)], [(0, 6.0)], [(2, 7.0)]],
+        loss_spans=[[(0, 1)], [(0, 2)], [(1, 3)]],
+        values=[[6.0], [1.0, 2.0], [3.0, 4.0, 5.0]],
+        num_kept_tokens=[1, 2, 1],
+    )
+    joined = table.joined()
+    assert (joined.response_length, joined.index, joined.num_kept_tokens) == ([6], [0], [4])
+    assert joined.turn_rewards == [[(1, 0.25), (5, 0.5)]] and joined.step_rewards == [[(0, 6.0), (4, 7.0), (5, 5.0)]]
+    assert joined.loss_spans == [[(0, 2), (3, 5), (5, 6)]] and joined.values == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]
+    assert joined.token_penalties == [[0.2, 0.3, 0.4, 0.5, 0.6, 0.1]]
+    assert table.spread([[1, 2, 3, 4, 5, 6]]) == [[6], [1, 2], [3, 4, 5]] and table.spread([7]) == [7, 7, 7]
+    assert replace(table, values=[[6.0], [], [3.0, 4.0, 5.0]]).joined().values == [[]]
+    [of_whole] = value_targets(joined, 0.9, 0.8).values()
+    assert value_targets(table, 0.9, 0.8) == {0: of_whole[5:], 1: of_whole[:2], 2: of_whole[2:5]}
+    assert length_adaptive_lams(table, 0.5) == [1.0 - 1.0 / 2.5] * 3
 
 
 def test_a_users_estimator_is_checked() -> None:

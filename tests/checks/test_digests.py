@@ -16,6 +16,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.data.responses import WrittenResponse
 from grpo_megatron.storage.files import sha256_of
 from tests.fakes import run_trainer as run
+from tests.rewards.waiting import QuietHandler, serving
 from tests.runs import make_run, texts
 
 REWARD = "def score(completion, answer):\n    return float(completion == answer)\n"
@@ -91,7 +92,10 @@ def test_changed_inputs_are_refused_by_name_or_accepted(
     change(begun / name)
     [problem] = texts(input_problems(config_of(begun), prints=True))
     assert problem.startswith(f"{key}: {begun / name}" if change is not copy_beside else f"{key}: {begun}/model/")
-    assert text in problem and f"since {begun}/out/checkpoints/step_000002; put the old one back;" in problem
+    assert (
+        text in problem
+        and f"since {begun}/out/checkpoints/step_000002; start a new run in another trainer.output_dir;" in problem
+    )
     assert not capsys.readouterr().out
     assert not list(input_problems(config_of(begun, accept_changed_inputs=True), prints=True))
     printed = capsys.readouterr().out
@@ -140,6 +144,49 @@ def test_one_process_of_a_run_compares_before_ranks_start(begun: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train_files: .*train\.jsonl has changed \(sha256 "):
         validate(config_of(begun), 2, rehearsed=True)
     validate(config_of(begun), 2)
+
+
+class Teacher(QuietHandler):
+    """The replies of vLLM of a version and of weights whose log-probabilities are `logprob` less token / 8."""
+
+    version, logprob = "0.32.0", -2.0
+
+    def do_GET(self) -> None:
+        self.reply({"version": self.version} if self.path == "/version" else {})
+
+    def do_POST(self) -> None:
+        ids = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["prompt"]
+        entries = [None, *({str(t): {"logprob": self.logprob - t / 8}} for t in ids[1:])]
+        self.reply({"choices": [{"prompt_logprobs": entries}]})
+
+    def reply(self, content: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+
+def test_other_weights_behind_a_teachers_server_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounding, up to 0.1 nats on the mean, is not, and neither is a server that does not answer yet."""
+    folder, printed = make_run(tmp_path), {}
+    with serving(Teacher) as address:
+        raw = yaml.safe_load((folder / "run.yaml").read_text())
+        raw["trainer"]["output_dir"] = str(folder / "out")
+        raw["teachers"] = {"math": {"url": f"{address}/v1", "model": "large"}}
+        (folder / "run.yaml").write_text(yaml.safe_dump(raw))
+        write_checkpoint(folder, 2, inputs=InputDigests(config_of(folder)).state())
+        for name, value in (("logprob", -2.09), ("logprob", -2.5), ("version", "0.33.0")):
+            with monkeypatch.context() as patch:
+                patch.setattr(Teacher, name, value)
+                assert not list(input_problems(config_of(folder), prints=True))
+            printed[value] = capsys.readouterr().out
+    assert not list(input_problems(config_of(folder), prints=True)) and not capsys.readouterr().out
+    assert printed[-2.09] == ""
+    assert (
+        ": teachers.math: large has other weights: the log-probabilities of 32 fixed tokens are 0.50" in printed[-2.5]
+    )
+    assert ": teachers.math: large is a server of version 0.33.0, and was one of 0.32.0" in printed["0.33.0"]
 
 
 # -- what a run records ------------------------------------------------------------------------------------------------

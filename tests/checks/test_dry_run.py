@@ -14,6 +14,7 @@ from huggingface_hub import constants
 
 from grpo_megatron.checks import machine
 from grpo_megatron.cli import main
+from grpo_megatron.cli import plan as plans
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import MegatronConfig
 from grpo_megatron.evaluation.ask import open_model
@@ -118,6 +119,8 @@ def test_the_last_line_says_if_a_run_can_start(
         ("trainer.device=cuda", "rollout.engine=vllm"): "READY EXCEPT: trainer.device=cuda, but ",
     }.items():
         assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
+    monkeypatch.setattr(plans, "on_disk", lambda folder: [folder / "checkpoints/step_000003"])
+    assert "READY: without --dry-run the run goes on after step 3 of 4, from " in plan(run, capsys)
 
 
 def test_a_mistyped_model_is_all_that_a_plan_reports(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,7 +253,6 @@ PLAYS=OWN:plain_loss => is no subclass of
 PLAYS=OWN:Talk data.apply_chat_template=false => set data.apply_chat_template=true
 PLAYS=OWN:Talk data.val_tasks=[math500] => name the files in data.val_files
 PLAYS=command rollout.multi_turn.kwargs.command=[python] rollout.temperature=0.8 => is what requests of the program may name
-PLAYS=command rollout.multi_turn.kwargs.branches=samples actor.share_prompts=true => set actor.share_prompts=false
 PLAYS=OWN:Talk data.max_response_length=400 rollout.multi_turn.max_tool_response_length=400 => 400 tokens of one observation
 PLAYS=OWN:Game reward.function=gsm8k => reward.function='gsm8k' would not be called
 PLAYS=OWN:Game 'PARTS=[{name: format}]' => reward.components would not be called

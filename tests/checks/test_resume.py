@@ -182,7 +182,7 @@ def test_validation_refuses_before_ranks_start(finished: Path) -> None:
     total, seed, warm_up = str(raised.value).splitlines()
     assert total.startswith(f"trainer.total_training_steps=3 is less than the 4 steps that {checkpoint} has done")
     assert seed == f"data.seed 42 -> 7: {refused}"
-    assert warm_up.startswith(f"sft.steps 0 -> 3: {refused}; put the old value back; or start a new run")
+    assert warm_up.startswith(f"sft.steps 0 -> 3: {refused}; start a new run in another trainer.output_dir")
 
 
 def test_a_damaged_checkpoint_is_not_judged(finished: Path) -> None:

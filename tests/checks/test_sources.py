@@ -70,7 +70,7 @@ def test_rows_of_verl_are_recognised_and_graded_by_their_source(run: Path, caplo
 def test_a_source_without_a_reward_here_is_named(run: Path, tmp_path: Path) -> None:
     file = write_rows(tmp_path / "other.jsonl", [VERL, {**VERL, "data_source": "mine"}])
     overrides = [f"data.train_files={file}", *ALONE, "data.task=verl", *CHAT]
-    with pytest.raises(ConfigError, match=r"(?s)1 of 2 rows are wrong:\n  line 2: data_source 'mine' has no reward"):
+    with pytest.raises(ConfigError, match=r"(?s)1 of 2 rows is wrong:\n  line 2: data_source 'mine' has no reward"):
         checked(run, *overrides)
     rewarded = checked(run, *overrides, "reward.function=gsm8k", "data.train_batch_size=2")
     assert {prompt.reward for prompt in rewarded.train_prompts} == {"gsm8k"}

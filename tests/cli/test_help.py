@@ -39,7 +39,15 @@ def test_every_command_is_listed_once(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit) as end:
         main.main(["evalute"])
     assert end.value.code == 2
-    assert "invalid choice: 'evalute'" in capsys.readouterr().err
+    assert "unknown command evalute; did you mean 'evaluate'?" in capsys.readouterr().err
+    for words, message in {
+        "xyzzy": "invalid choice: 'xyzzy'",  # nothing is close: all are listed
+        "prepare modle out": "unknown WHAT modle; did you mean 'model'?",
+        "prepare arithmetic --out x": "unknown option --out; did you mean 'OUT'?",
+    }.items():
+        with pytest.raises(SystemExit):
+            main.main(words.split())
+        assert message in capsys.readouterr().err
 
 
 def test_program_names_descriptions_and_widths(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from grpo_megatron.cli import main
 from grpo_megatron.cli.main import KeysOptions, print_keys
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
@@ -217,6 +218,30 @@ def test_modules_beside_the_config_are_found_and_shadow_nothing(
     find_modules(Path("../beside/run.yaml"))
     assert len(sys.path) == len(before) + 2 and sys.path[: len(before)] == before
     assert (import_function("mine_here:reward"), import_function("mine_beside:reward")) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("example", "commands"),
+    [
+        ("quickstart.yaml", ["grpo-megatron quickstart"]),
+        (
+            "agents/calculator.yaml",
+            ["python -m grpo_megatron prepare products ", "python -m grpo_megatron prepare model "],
+        ),
+    ],
+)
+def test_missing_inputs_of_an_example_are_named_with_what_makes_them(
+    example: str,
+    commands: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["train", str(ROOT / "examples" / example), "--dry-run"]) == 2
+    _, hint, lines = capsys.readouterr().err.partition("error: first make the inputs of ")
+    made = zip(lines.splitlines()[1:], commands, strict=True)
+    assert hint and all(line.startswith(f"  {command}") for line, command in made)
 
 
 def test_keys_are_listed_with_default_type_and_comment(capsys: pytest.CaptureFixture[str]) -> None:

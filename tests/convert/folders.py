@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_megatron.cli.main import main
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
-from grpo_megatron.models.weights.stacked import file_tensors, join_experts
+from grpo_megatron.models.weights.file_names import file_tensors
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.models.test_moe import MODELS
@@ -28,8 +28,10 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
 
 def shrunk(config: dict[str, Any]) -> dict[str, Any]:
     """The same architecture with small sizes, unquantised."""
-    if "text_config" in config and "vision_config" in config:  # Qwen3-VL
-        text = shrunk(config["text_config"]) | {"rope_scaling": {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}}
+    if "text_config" in config and "vision_config" in config:  # Qwen3-VL and Qwen3.5
+        text = shrunk(config["text_config"])
+        if "rope_scaling" in text:
+            text["rope_scaling"] = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
         tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
         return {**config, "text_config": text, "vision_config": {**config["vision_config"], **tower}}
@@ -40,6 +42,7 @@ def shrunk(config: dict[str, Any]) -> dict[str, Any]:
         ("num_experts", 4),
         ("num_local_experts", 4),
         ("num_experts_per_tok", 2),
+        ("full_attention_interval", 2),
     ):
         if key in config:
             changes[key] = size
@@ -67,8 +70,8 @@ def write(
         name: torch.randn(shape, generator=generator).to(torch.float32 if name in constants else DTYPES[dtype])
         for name, shape in hf_shapes(arch).items()
     }
-    parts = file_tensors(tensors, config["model_type"])
-    tensors = {name: join_experts(name, [tensors[part] for part in parts[name]]) for name in parts}
+    in_files = file_tensors(hf_shapes(arch), config["model_type"])
+    tensors = {name: tensor.join(tensors.__getitem__) for name, tensor in in_files.items()}
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     put(folder, tensors, num_files)
     return folder

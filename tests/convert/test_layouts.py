@@ -40,7 +40,7 @@ LAYOUTS = {
         (1, 1): ["llama2", "qwen2-tied"],
         (2, 1): ["qwen3", "llama3", "olmo2"],
         (1, 2): ["mistral", "qwen2-tied"],
-        (2, 2): ["qwen2", "llama3", "qwen3"],
+        (2, 2): ["qwen2", "llama3", "qwen3", "gemma3"],
         (4, 1): ["qwen2", "llama3"],
         (1, 4): ["qwen3", "qwen2-tied"],
     },
@@ -97,6 +97,7 @@ def test_experts_load(tmp_path: Path) -> None:
         pytest.param("qwen2-tied", 2, 1, "float32", marks=pytest.mark.soak),
         pytest.param("deepseek_v3", 1, 2, "bfloat16", marks=pytest.mark.soak),
         ("qwen3_next", 1, 2, "bfloat16"),
+        ("gemma3", 2, 1, "bfloat16"),
     ],
 )
 def test_training_writes_what_converts(family: str, tp: int, pp: int, dtype: str, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def module_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ("family", "layout"),
     [
         *itertools.product(("qwen2_5_vl", "qwen2_vl"), ("text_config", "flat", "tied", "module names")),
-        *itertools.product(("qwen3_vl",), ("text_config", "tied")),
+        *itertools.product(("qwen3_vl", "qwen3_vl_moe"), ("text_config", "tied")),
     ],
 )
 def test_bitwise(
@@ -57,7 +57,9 @@ def test_bitwise(
     monkeypatch.setattr(megatron, "FILE_BYTES", 100_000)
     source = vision.make_model(tmp_path / "hf", family, tie_word_embeddings=layout == "tied")
     wanted = tensors_of(source)
-    patches = "model.visual.patch_embed.proj.weight" if family == "qwen3_vl" else "visual.patch_embed.proj.weight"
+    patches = (
+        "model.visual.patch_embed.proj.weight" if family.startswith("qwen3_vl") else "visual.patch_embed.proj.weight"
+    )
     assert wanted[patches].dim() == 5 and ("lm_head.weight" in wanted) == (layout != "tied")
     if layout == "flat":
         (source / "config.json").write_text(json.dumps(vision.flat_config(source)))

@@ -106,7 +106,7 @@ def test_pieces_are_the_templates_rendering_of_the_whole(
             "{% for m in messages %}{{ m['content'] }}{% endfor %}",
             "</s>",
             "tool",
-            "ends .* with nothing, .*write a token that",
+            "ends .* with nothing, .*set data.chat_template to a template that does not",
         ),
         (CHATML, "</s>", "tool", "ends the assistant's turn with token 25.* stops at .*'</s>'.*rollout.stop_token_ids"),
     ],

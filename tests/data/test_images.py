@@ -218,7 +218,7 @@ def test_in_a_row_without_images_marks_and_placeholders_are_text(folder: Path, t
 )
 def test_rows_whose_images_have_no_clear_place(folder: Path, tokenizer: Any, row: dict[str, Any], message: str) -> None:
     text = refusal(folder, tokenizer, row)
-    assert "rows.jsonl': 1 of 1 rows are wrong:\n  line 1: " in text and message in text
+    assert "rows.jsonl': 1 of 1 row is wrong:\n  line 1: " in text and message in text
 
 
 def test_a_prompt_is_dropped_or_refused_and_never_cut_through_an_image(folder: Path, tokenizer: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,12 @@ def test_fields_of_a_prompt(tmp_path: Path, tokenizer: Any) -> None:
     assert (prompt.columns, prompt.data_source) == (row, "sums")  # what reward functions may read
 
 
+def test_the_documented_words_of_the_tiny_model(tokenizer: Any) -> None:
+    listed = (ROOT / "docs/first_task.md").read_text().partition("The tiny model reads digits")[2].partition("\n\n")[0]
+    words = {token.strip() for token in tokenizer.get_added_vocab() if "<" not in token}
+    assert set(re.findall(r"`(\w+)`", listed)) == words
+
+
 def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -66,12 +73,18 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
         load_prompts(strict, [file], tokenizer)
     caplog.clear()
     rows = [{"prompt": text, "answer": "2"} for text in ("1+1", "Paul has 2")]
-    load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", *rows), tokenizer)
-    assert "(Qwen2Tokenizer) turns 'Paul has 2' into ' has 2', without 'Paul'; if that class" in caplog.text
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    loaded = load_tokenizer(tmp_path / "tiny", PLAIN)
+    load_prompts(PLAIN, row_files(tmp_path / "val.jsonl", *rows), loaded)
+    load_prompts(PLAIN, [tmp_path / "val.jsonl"], loaded)
+    reported = "turns 'Paul has 2' into ' has 2', without 'Paul': the model cannot read what its vocabulary lacks"
+    assert caplog.text.count(reported) == 1
     write_tokenizer(tmp_path / "words")  # transformers loads words of plain files by the class of config.json
     (tmp_path / "words" / "config.json").write_text('{"model_type": "qwen2"}')
-    load_prompts(PLAIN, [tmp_path / "val.jsonl"], load_tokenizer(tmp_path / "words", PLAIN))
-    assert "the tokenizer (saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'Paul has 2'" in caplog.text
+    user = row_files(tmp_path / "user.jsonl", {"prompt": "user 2", "answer": "2"})  # a word of the file
+    load_prompts(PLAIN, user, load_tokenizer(tmp_path / "words", PLAIN))
+    about = "(saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'user 2' into '2', without 'user': that class does not"
+    assert about in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 

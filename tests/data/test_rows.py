@@ -181,7 +181,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         "  line 3: field 'question' is missing (fields: 'questoin', 'answer')",
         "  line 4: field 'question' is int, not a string",
         "  line 5: is a list, not an object",
-        "  line 6: is not JSON (Unterminated string starting at at line 1, column 14)",
+        "  line 6: is not JSON (Unterminated string starting at: column 14)",
         "  and 2 more",
     ]
 

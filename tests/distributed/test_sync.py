@@ -18,6 +18,7 @@ CASES = [
     ("mistral", "TP2+SP", 2),
     ("llama3", "PP2", 2),
     ("qwen3", "TP2xPP2+SP", 4),
+    ("gemma3", "TP2+SP", 1),
 ]
 # (family, training layout, rollout tp, ranks per node): the ranks are taken for several nodes, so that parts are relayed
 NODES = [
@@ -41,6 +42,7 @@ LONG = [
     ("mistral", "DP2xTP2", 1, 2),
     ("llama2", "DP2xTP2", 4, 1),
     ("qwen3", "TP4", 1, 2),
+    ("gemma3", "TP2xPP2+SP", 2, None),
 ]
 YARN = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1e4, "original_max_position_embeddings": 16}
 
@@ -48,7 +50,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1e4, "original_max_po
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    changes: dict[str, dict[str, Any]] = {"mistral": {"rope_parameters": YARN}}
+    changes: dict[str, dict[str, Any]] = {"mistral": {"rope_parameters": YARN}, "gemma3": {"sliding_window_pattern": 2}}
     return {
         family: tiny.make_model(root / family, family, num_hidden_layers=2, **changes.get(family, {}))
         for family in tiny.FAMILIES

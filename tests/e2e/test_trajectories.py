@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from grpo_megatron.sampling.multi_turn import FAILURES
 from tests import worlds
@@ -19,12 +20,17 @@ from tests.stored import metric_rows
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
 
+# It writes a digit before an earlier turn of the model.
+REWRITING = TEMPLATE.replace(
+    "m.content }}", "'0' ~ m.content if m.role == 'assistant' and not loop.last else m.content }}"
+)
+
 
 def settings(root: Path, output_dir: Path, world: int, environment: str, **sections: dict[str, Any]) -> dict[str, Any]:
     from grpo_megatron.starting.generated import build_tokenizer
 
     template = root / "turns.jinja"
-    template.write_text(TEMPLATE)
+    template.write_text(sections.pop("template", TEMPLATE))  # type: ignore[arg-type]
     multi_turn = {
         "environment": f"tests.e2e.environments:{environment}",
         "max_tool_response_length": 8,
@@ -61,6 +67,29 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
     assert drawn[0] == drawn[1]
     assert [len(samples) for samples in drawn[0].values()] == [21, 21]
     assert drawn[0][0] != drawn[0][1]
+
+
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
+def test_a_template_that_changes_earlier_turns(workspace: Path, tmp_path: Path, estimator: str) -> None:
+    """Its trajectories are several rows, with rewards of turns: the same samples, and weights, on one rank and on four."""
+    drawn, weights, norms = [], [], []
+    for world in (1, 4):
+        raw = settings(workspace, tmp_path / str(world), world, "Judge", template=REWRITING)  # type: ignore[arg-type]
+        raw["algorithm"], raw["reward"] = {"adv_estimator": estimator}, {}
+        raw["trainer"]["total_training_steps"] = 1
+        raw["actor"]["share_prompts"] = world == 4 and estimator != "gae"
+        if estimator == "gae":
+            raw["critic"] = {"optim": {"lr": 1e-3}}
+        results = worlds.run(run_ranks.train, world, raw=raw)
+        drawn.append(without_rewards(run_ranks.all_samples(results)))
+        weights.append(results[0]["weights"])
+        [row] = metric_rows(tmp_path / str(world))
+        norms.append(row["actor/grad_norm"])
+        assert row["training/rollout_logp_diff_max"] <= 1e-5
+        assert 1.2 < row["trajectory/sequences/mean"] <= row["trajectory/turns/mean"]
+    assert drawn[0] == drawn[1] and norms[0] == pytest.approx(norms[1], rel=1e-4)
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-5)  # Adam's first steps
 
 
 def test_an_agent_of_openais_api_is_recorded_token_by_token(workspace: Path, tmp_path: Path) -> None:

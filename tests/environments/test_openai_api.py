@@ -68,9 +68,10 @@ def test_two_turns_with_a_tool(imports: list[str]) -> None:
     assert start.step and answer.step and end.step, (start, answer, end)
     assert (start.step.messages, start.step.request) == ([USER], TurnRequest([TOOL], 7))
     [result] = answer.step.messages
-    assert (result["role"], result["content"]) == ("tool", '{"y": 1}') and answer.step.request == TurnRequest(
-        stop=["END"]
-    )
+    assert (result["role"], result["content"]) == ("tool", '{"y": 1}')
+    said = answer.step.request.answer  # as the client repeats it
+    assert said and (said["content"], said["tool_calls"][0]["function"]["name"]) == ("I look.", "f")
+    assert answer.step.request == TurnRequest(stop=["END"], answer=said)
     seen = ["tool_calls", "I look.", "so 1 ", [["a", -0.5], ["b", -0.25]]]
     assert (end.step.reward, end.step.done) == (0.5, True)
     assert end.step.metrics == {"turns": 2.0, "row": 3.0, "seen": len(str([*seen[:3], [("a", -0.5), ("b", -0.25)]]))}
@@ -128,7 +129,7 @@ def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() 
         [{"role": "user", "content": "shorter"}],
         TurnRequest([TOOL], branch=True),
     )
-    assert (more.messages, more.request) == ([USER], TurnRequest())
+    assert (more.messages, more.request) == ([USER], TurnRequest(answer={"role": "assistant", "content": "two"}))
     with pytest.raises(ValueError, match="write refuse or samples"):
         CommandEnvironment([sys.executable], branches="all")
 

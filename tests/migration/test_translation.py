@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.section import config_keys
 from grpo_megatron.migration.trainers import OTHER_TRAINERS
@@ -153,11 +154,40 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert config.data.train_batch_size == 8 and config.rollout.temperature == 0.7  # 8 processes x 4 x 2 / 8 per prompt
     told = capsys.readouterr().err
     assert "where the command line has --use_peft, give use_peft=true" in told
-    assert "data.train_files: rows that the script makes" in told
+    assert (
+        "load_dataset('trl-lib/DeepMath-103K', split='train')}\": data.train_files: rows that the script makes" in told
+    )
     (tmp_path / "ours.yaml").unlink()
     config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
     assert "move brief to a module of its own" in written
     assert 'train_batch_size: "CHANGE_ME"' in written and "number of processes x 4 x 2 samples" in written
+
+
+def test_variables_of_a_script_and_settings_that_it_does_not_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that is assigned once is its value. What LoraConfig implies is no note. A terminal shows a warning once."""
+    text = "size = 4\nadapters = LoraConfig(r=size, lora_alpha=9)\nrows = []\nrows = sorted(rows)\n"
+    text += "GRPOTrainer('m', f, args=GRPOConfig(num_generations=size), peft_config=adapters, train_dataset=rows)\n"
+    config, written = imported("trl", text, ".py", tmp_path)
+    lora = config.actor.lora
+    assert (config.rollout.n, lora.rank, lora.alpha, lora.dropout) == (4, 4, 9, 0.0)
+    assert 'train_dataset="${rows}"' in written  # assigned twice
+    assert "peft" not in written and "lora_dropout" not in written
+    for is_terminal, count in ((False, 2), (True, 1)):
+        capsys.readouterr()
+        monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
+        import_config(ImportOptions(trainer="trl", file=tmp_path / "theirs.py"))
+        told = capsys.readouterr()
+        assert (told.out + told.err).count('train_dataset="${rows}": data.train_files') == count
+
+
+def test_a_reward_that_is_left_to_the_user_is_one_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("model: {path: m}\ndata: {task: trl, train_files: [t]}\nreward: {components: CHANGE_ME}\n")
+    assert main(["train", str(config), "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert "reward.components=CHANGE_ME" in told and "has no reward of its own" not in told
 
 
 def test_a_value_that_is_left_to_the_user_is_refused_by_name(tmp_path: Path) -> None:

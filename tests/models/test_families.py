@@ -102,6 +102,7 @@ def _with_rope(folder: Path, rope: dict[str, Any]) -> Path:
 COUNTS = {
     "DeepSeek-V3": 671_026_419_200,  # without the layer that predicts a further token
     "GLM-4.5-Air": 106_852_251_264,  # likewise
+    "gemma-3-1b-it": 999_885_952,
     "Llama-3.1-70B": 70_553_706_496,
     "Llama-3.1-8B": 8_030_261_248,
     "Llama-3.2-1B": 1_235_814_400,
@@ -114,6 +115,9 @@ COUNTS = {
     "Qwen3-0.6B": 596_049_920,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
+    "Qwen3.5-27B": 26_895_998_464,  # the decoder
+    "Qwen3.5-35B-A3B": 34_660_610_688,
     "Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,  # without the layers that predict a further token
 }
 
@@ -162,6 +166,10 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_parameters": LINEAR}, "latent attention with llama3 or linear RoPE scaling"),
     ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2: latent attention has a key head for each of"),
     ("deepseek_v3", {"kv_lora_rank": 0}, "latent.kv_rank=0, not a positive integer"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
+    ("gemma3_text", {"rope_scaling": YARN}, "RoPE scaling 'yarn' of its layers with full attention is not supported"),
+    ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_scalar=0, not a number from 0.001 to 1e+09"),
     ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
     (
         "gpt_oss",

@@ -44,8 +44,13 @@ from tests.worlds import ranks
 
 PAIRS = tiny.make_sequences(6)
 TWO_PROMPTS = [(PAIRS[0 if row < 3 else 3][0], response) for row, (_, response) in enumerate(PAIRS)]
+TWO_PROMPTS[1] = ([*TWO_PROMPTS[1][0][:-1], 9], TWO_PROMPTS[1][1])  # its prompt begins as that of the row before
 EXACT = 5e-6
-UPDATED = ("qwen3", "qwen2-tied")  # q/k norms; biases, and an embedding that two pipeline stages share
+UPDATED = (
+    "qwen3",
+    "qwen2-tied",
+    "gemma3",
+)  # q/k norms; biases, and an embedding that two pipeline stages share; windows
 SPREAD_NORMS = "olmo2"  # q/k norms over the heads of all tensor-parallel ranks: in the layouts that differ for them
 ALL_UPDATED = (*UPDATED, SPREAD_NORMS)
 

@@ -52,21 +52,25 @@ SOME = {
     "target_modules": ["q_proj", "v_proj", "down_proj", "up_proj"],
     "exclude_modules": ["layers.1.mlp.up_proj"],
 }
-FAMILIES = {"llama2": {**ALL, "use_rslora": True}, "qwen2": SOME, "qwen3": ALL, "olmo2": ALL, "deepseek_v3": ALL}
+FAMILIES = {"llama2": {**ALL, "use_rslora": True}, "qwen2": SOME, "qwen3": ALL, "olmo2": ALL, "gemma3": ALL}
+FAMILIES |= {"deepseek_v3": ALL}
 # The gate of shared experts, which PEFT's all-linear has too, has no adapter.
 NEXT = ["q_proj", "k_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "out_proj", "up_proj", "down_proj"]
+NEXT35 = [*NEXT, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
 FAMILIES |= {"qwen3_next": {**ALL, "target_modules": NEXT}, "gpt_oss": ALL}
 DENSE = [("qwen2", "merged", {}), ("qwen2", "split", {}), ("qwen3", "split", {}), ("qwen3", "merged", RECOMPUTE)]
-WHOLE = [("llama2", "merged", {}), ("olmo2", "merged", {})]
+WHOLE = [("llama2", "merged", {}), ("gemma3", "merged", {}), ("olmo2", "merged", {})]
+FAMILIES |= {"glm4_moe": ALL, "qwen3_5_moe": {**ALL, "target_modules": NEXT35}}
 EXPERTS_TOO = [
     (family, mode, {}) for family in ("deepseek_v3", "qwen3_next", "gpt_oss") for mode in ("merged", "split")
 ]
+EXPERTS_TOO += [("glm4_moe", "split", {}), ("qwen3_5_moe", "merged", {})]
 CASES = {  # layout -> (family, mode, override)
     "1": DENSE + WHOLE + EXPERTS_TOO,
     "TP2+SP": DENSE + WHOLE + EXPERTS_TOO,
     "TP2": DENSE[:3],
     "PP2": [DENSE[0], DENSE[3]],
-    "TP4": [DENSE[0], DENSE[1], *WHOLE[1:]],  # 2 groups of heads
+    "TP4": [DENSE[0], DENSE[1], *WHOLE[2:]],  # 2 groups of heads
     "DP2": DENSE,
     "EP2": EXPERTS_TOO,
     "TP2xPP2+SP": DENSE + WHOLE,

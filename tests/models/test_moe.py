@@ -1,7 +1,8 @@
 """Mixtures of experts: logprobs equal transformers' in every layout; gradients, updates and streams equal one rank's.
 
 One world per layout runs all models: Qwen3-MoE with and without renormalised probabilities, Mixtral, DeepSeek-V2 and V3, GLM-4.5,
-Qwen3-Next, gpt-oss. In DeepSeek's models here, the score of a group of experts is not that of Megatron-Core's own selection.
+Qwen3-Next, gpt-oss, Qwen3.5 with experts and without. In DeepSeek's models here, the score of a group of experts is not that of
+Megatron-Core's own selection.
 transformers has experts fused in memory, but writes the hub's format, one tensor per expert.
 """
 
@@ -18,7 +19,7 @@ from grpo_megatron.checks.layout import engine_expert_problems
 from grpo_megatron.config import Config, RolloutConfig
 from grpo_megatron.models.families import architecture_of, read_config, table_of
 from grpo_megatron.models.weights import sharded_state
-from grpo_megatron.models.weights.stacked import file_tensors, join_experts
+from grpo_megatron.models.weights.file_names import PartSlice, parts_of_stack
 from grpo_megatron.models.weights.stream import engine_tensors, global_parameters
 from grpo_megatron.models.weights.table import expand_table
 from grpo_megatron.planning.layout import world_problems
@@ -129,6 +130,13 @@ MODELS["gpt_oss"] = {
     "pad_token_id": None,
     "rope_parameters": {**DEEPSEEK_YARN, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
 }
+QWEN35 = {name: value for name, value in MODELS["qwen3_next"].items() if name != "norm_topk_prob"}
+MODELS["qwen3_5_moe"] = {**QWEN35, "model_type": "qwen3_5_moe_text"}
+MODELS["qwen3_5"] = {  # dense
+    **{name: value for name, value in QWEN35.items() if "exp" not in name and "moe" not in name},
+    "model_type": "qwen3_5_text",
+}
+DELTA = [name for name in MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 LAYOUTS = {
     name: layout._replace(sp=None) for name, layout in policies.LAYOUTS.items()
 }  # Megatron-Core wants it with experts
@@ -248,9 +256,9 @@ def test_every_layout_is_the_same_model(
     folders: list[Path], expected: list[list[torch.Tensor]], single: list[dict[str, Any]], layout: str
 ) -> None:
     """Logprobs equal transformers', the stream after loading equals the files bitwise, training equals one rank's."""
-    shape = LAYOUTS[layout]
-    for results in [single] if layout == "1" else everything(shape.world, folders=folders, layout=shape):
-        for folder, wanted, one, got in zip(folders, expected, single, results, strict=True):
+    shape, chosen = LAYOUTS[layout], folders[: -1 if "EP" in layout else None]  # the last has no experts
+    for results in [single] if layout == "1" else everything(shape.world, folders=chosen, layout=shape):
+        for folder, wanted, one, got in zip(chosen, expected, single, results, strict=False):
             close_rows(got["logprobs"], wanted, folder.name)
             files = tiny.read_tensors(folder)
             assert got["loaded"].keys() == files.keys()
@@ -268,14 +276,16 @@ def test_gated_delta_nets_and_gated_attention_are_cut_by_heads(
     folders: list[Path], expected: list[list[torch.Tensor]], single: list[dict[str, Any]], layout: str
 ) -> None:
     """With more ranks than attention has key heads, too. The packs of `everything` have several rows."""
-    index = list(MODELS).index("qwen3_next")
-    one, files = single[index], tiny.read_tensors(folders[index])
-    for [got] in everything(LAYOUTS[layout].world, folders=folders[index : index + 1], layout=LAYOUTS[layout]):
-        assert got["loaded"].keys() == files.keys()
-        same(got["loaded"], files)
-        close_rows(got["logprobs"], expected[index])
-        close(got["gradients"], one["gradients"], 2e-5)
-        close(got["updated"], one["updated"], 1e-5)
+    some = [list(MODELS).index(name) for name in DELTA]
+    chosen = [folders[index] for index in some]
+    for results in everything(LAYOUTS[layout].world, folders=chosen, layout=LAYOUTS[layout]):
+        for index, folder, got in zip(some, chosen, results, strict=True):
+            one, files = single[index], tiny.read_tensors(folder)
+            assert got["loaded"].keys() == files.keys()
+            same(got["loaded"], files)
+            close_rows(got["logprobs"], expected[index])
+            close(got["gradients"], one["gradients"], 2e-5)
+            close(got["updated"], one["updated"], 1e-5)
 
 
 @pytest.mark.slow
@@ -332,14 +342,13 @@ def test_gradients_equal_transformers(folders: list[Path], single: list[dict[str
         mixtral = "mixtral" in folder.name
         names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         prefix = f"model.layers.1.{'block_sparse_moe' if mixtral else 'mlp'}."
-        if "gpt_oss" in folder.name:
-            parts = file_tensors(gradients, "gpt_oss")
-            gradients = {name: join_experts(name, [gradients[part] for part in parts[name]]) for name in parts}
-            close(gradients, {name: p.grad for name, p in model.named_parameters()}, 1e-4)
-            continue
-        want = {prefix + "gate.weight": block.gate.weight.grad}
-        want |= {name: p.grad for name, p in model.named_parameters() if name in gradients}
-        for expert in range(block.experts.num_experts):
+        want = {name: p.grad for name, p in model.named_parameters() if name in gradients}
+        has_experts = hasattr(block, "experts") and "gpt_oss" not in folder.name
+        want |= {prefix + "gate.weight": block.gate.weight.grad} if has_experts else {}
+        for name, p in model.named_parameters() if "gpt_oss" in folder.name else ():
+            parts = parts_of_stack(name, tuple(p.shape), "gpt_oss", 0)
+            want |= {part: PartSlice(p.grad, place)[:] for part, place, _ in parts}
+        for expert in range(block.experts.num_experts if has_experts else 0):
             parts = [*block.experts.gate_up_proj.grad[expert].chunk(2), block.experts.down_proj.grad[expert]]
             want |= {f"{prefix}experts.{expert}.{n}.weight": part for n, part in zip(names, parts, strict=True)}
         close({name: gradients[name] for name in want}, want, 1e-4)
@@ -370,6 +379,8 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
         (7, "TP2+SP", 2, 1),
         pytest.param(7, "EP2xDP2", 2, 2, marks=pytest.mark.soak),
         pytest.param(6, "EP2xDP2", 1, 1, marks=pytest.mark.soak),
+        (8, "EP2xDP2", 2, 1),
+        pytest.param(9, "PP2", 2, 1, marks=pytest.mark.soak),
         pytest.param(0, "TP2+SP", 1, 1, marks=pytest.mark.soak),
     ],
 )
@@ -378,7 +389,7 @@ def test_engine_agrees_after_every_sync(
 ) -> None:
     if model in (3, 4) and not is_newest():
         pytest.skip("the installed vLLM has no latent attention on the CPU")
-    if model == 6 and not is_newest():
+    if model in (6, 8, 9) and not is_newest():
         pytest.skip("the installed vLLM has no gated delta nets on the CPU")
     if model == 7 and not is_newest():
         pytest.skip("the installed vLLM cannot change the weights of gpt-oss")
@@ -387,7 +398,7 @@ def test_engine_agrees_after_every_sync(
     shape = LAYOUTS[layout]
     sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
     bound = 1e-5
-    if model == 6:  # vLLM computes gated delta nets on the CPU in bfloat16 only
+    if model in (6, 8, 9):  # vLLM computes gated delta nets on the CPU in bfloat16 only
         sizes, bound = {**sizes, "dtype": "bfloat16"}, 0.03
     for worst in engine_cycles(shape.world, folder=folders[model], layout=shape, **sizes):
         assert max(worst) <= bound

@@ -21,31 +21,32 @@ from grpo_megatron.models.layers.modules import Branch, TreeParams, tree_attenti
 from tests import tiny
 
 PROMPT = [5, 6, 7]
-PAIRS = [(PROMPT, [1, 2]), (PROMPT, [3]), ([5, 6], [7, 8]), (PROMPT, [4])]
+PAIRS = [(PROMPT, [1, 2]), (PROMPT, [3]), ([5, 6], [7, 8]), ([5, 9, 9], [4]), ([5, 9, 9, 9], [2])]
 
 
 def test_a_pack_by_hand() -> None:
-    batch = tiny.make_batch(PAIRS, [[[0, 1, 2, 3]]])
+    batch = tiny.make_batch(PAIRS, [[[0, 1, 2, 3, 4]]])
     batch.shares_prompts = True
     options: dict[str, Any] = {"temperature": 1.0, "chunk": 8, "device": Device("cpu")}
-    built = pack(batch, [1, 0, 2, 3], multiple=8, **options)
-    #                                 row 1       0     2           3           padding to 16
-    assert built.tokens[0].tolist() == [5, 6, 7, 3, 1, 2, 5, 6, 7, 8, 5, 6, 7, 4, 0, 0]
-    assert built.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
-    assert built.rows == [1, 0, 2, 3] and built.lengths == [1, 2, 2, 1]
-    assert built.targets.tokens.tolist() == [3, 1, 2, 7, 8, 4]
-    assert built.targets.state_indices.tolist() == [2, 2, 4, 7, 8, 12]
+    built = pack(batch, [1, 0, 2, 3, 4], multiple=8, **options)
+    #                                 row 1       0     2     3           4     padding to 16
+    assert built.tokens[0].tolist() == [5, 6, 7, 3, 1, 2, 7, 8, 5, 9, 9, 4, 9, 2, 0, 0]
+    assert built.position_ids[0].tolist() == [0, 1, 2, 3, 3, 4, 2, 3, 0, 1, 2, 3, 3, 4, 0, 1]
+    assert built.rows == [1, 0, 2, 3, 4] and built.lengths == [1, 2, 2, 1, 1]
+    assert built.targets.tokens.tolist() == [3, 1, 2, 7, 8, 4, 2]
+    assert built.targets.state_indices.tolist() == [2, 2, 4, 1, 6, 10, 12]
     assert isinstance(built.packed, TreeParams) and built.packed.max_seqlen_q == 5
     assert built.packed.branches == [
         Branch(0, 4, 0, 0),
         Branch(4, 6, 0, 3),
-        Branch(6, 10, 6, 6),  # another prompt, although it begins in the same way
-        Branch(10, 14, 10, 10),  # the first prompt again, after another one
+        Branch(6, 8, 0, 2),  # its prompt is the beginning of the first one
+        Branch(8, 12, 8, 8),  # shares a third of its prompt, which is too little
+        Branch(12, 14, 8, 11),  # shares three of four; the rest of the prompt is its own
         Branch(14, 16, 14, 14),
     ]
-    assert packed_lengths(batch, [1, 0, 2, 3]) == [4, 2, 4, 4]
+    assert packed_lengths(batch, [1, 0, 2, 3, 4]) == [4, 2, 2, 4, 2]
     batch.shares_prompts = False
-    assert packed_lengths(batch, [1, 0, 2, 3]) == [4, 5, 4, 4]
+    assert packed_lengths(batch, [1, 0, 2, 3, 4]) == [4, 5, 4, 4, 5]
 
 
 def test_branches_of_equal_length_stay_in_their_places() -> None:

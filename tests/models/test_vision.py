@@ -19,6 +19,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Reference
 from grpo_megatron.models.vision import Features, build_tower
+from grpo_megatron.models.weights.file_names import PartSlice, parts_of_stack
 from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
 from grpo_megatron.models.weights.stream import engine_tensors, new_weight_sync, unwrapped
 from grpo_megatron.parallel.mesh import RankError
@@ -238,7 +239,12 @@ def oracle(folder: Path) -> tuple[list[torch.Tensor], Tensors]:
     model = vision.load(folder)
     logits = [vision.logits(model, [*prompt, *response], images) for prompt, images, response in ROWS]
     logprobs = backward_over_logits(logits, PAIRS, tiny.make_batch(PAIRS, []))
-    gradients = {vision.in_file(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients: Tensors = {}
+    for name, parameter in model.named_parameters():
+        if (gradient := parameter.grad) is not None:  # in memory, experts are stacked
+            name, stack = vision.in_file(name), gradient
+            experts = parts_of_stack(name, tuple(stack.shape), "qwen3_vl_moe", model.config.text_config.hidden_size)
+            gradients |= {part: PartSlice(stack, place)[:] for part, place, _ in experts} or {name: stack}
     return [row[: len(response)] for row, (_, response) in zip(logprobs, PAIRS, strict=True)], gradients
 
 
@@ -254,6 +260,8 @@ OF_EVERY_RUN += [("qwen3_vl", name) for name in ("1", "TP2", "TP2xPP2+SP")]
 IN_THE_SOAK = [("qwen2_5_vl", name) for name in ("TP2+SP", "PP2", "DP2", "DP2xTP2")]
 IN_THE_SOAK += [(family, name) for family in ("qwen2_vl", "qwen3_vl") for name in ("TP2", "TP2+SP", "PP2", "DP2")]
 IN_THE_SOAK.remove(("qwen3_vl", "TP2"))
+OF_EVERY_RUN += [("qwen3_vl_moe", name) for name in ("EP2", "TP2xPP2+SP")]
+IN_THE_SOAK += [("qwen3_vl_moe", name) for name in ("1", "TP2+SP", "PP2", "DP2")]
 
 
 @pytest.mark.both_stacks

@@ -150,6 +150,7 @@ def test_experts_in_mxfp4_are_transformers(tmp_path: Path) -> None:
     blocks = torch.randint(0, 256, (2, 12, 3, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(90, 160, (2, 12, 3), generator=generator, dtype=torch.uint8)
     want, prefix = convert_moe_packed_tensors(blocks, scales), "model.layers.0.mlp.experts"
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss", "hidden_size": 96}')
     write_tensors(tmp_path / "a.safetensors", {f"{prefix}.gate_up_proj_blocks": blocks})
     write_tensors(tmp_path / "b.safetensors", {f"{prefix}.gate_up_proj_scales": scales})
     with SafetensorsFolder(tmp_path) as files:

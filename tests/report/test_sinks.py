@@ -10,6 +10,7 @@ import shlex
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,6 +243,36 @@ def test_summary_of_a_resumed_run(tmp_path: Path) -> None:
     ]
     names = ("report.html", "metrics.jsonl")
     assert [line.split()[0] for line in files.splitlines()] == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize("norms", [(0.0, None), (0.0, 0.5)])
+def test_a_run_that_has_learnt_nothing_says_so(tmp_path: Path, norms: tuple[float | None, ...]) -> None:
+    """A step without a gradient norm was skipped."""
+    stream, columns = io.StringIO(), console_columns(None)
+    with build_sinks(config(tmp_path, "jsonl")) as sinks:
+        for step, norm in enumerate(norms):
+            row = {"actor/skipped_updates": 0.0, "critic/zero_variance_ratio": 1.0}
+            sinks.log(step, row | ({} if norm is None else {"actor/grad_norm": norm}))
+    with build_sinks(config(tmp_path, "console"), first_step=2, stream=stream) as sinks:
+        Summary(tmp_path).show(sinks)
+    assert ("no step has moved the weights" in stream.getvalue()) == (norms[1] is None)
+    ConsoleSink(2, stream=stream, columns=columns).log(0, row | {"actor/grad_norm": 0.0})
+    assert "no update: the gradient is 0" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("multi_turn", "is_told"), [({}, False), ({"environment": "tools", "tools": ["calculator"]}, True)]
+)
+def test_a_run_with_an_environment_says_that_generate_has_none(
+    tmp_path: Path, multi_turn: dict[str, Any], is_told: bool
+) -> None:
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text('{"model_type": "qwen2"}')
+    values = {"model": {"path": tmp_path / "hf"}, "rollout": {"multi_turn": multi_turn}}
+    served, stream = Config.model_validate(values), io.StringIO()
+    with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
+        Summary(tmp_path, served).show(sinks)
+    assert "to ask it: " in stream.getvalue() and ("no environment answers there" in stream.getvalue()) == is_told
 
 
 ROLLOUT = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "engine_options": {"kv_cache_gib": 2}}

@@ -21,7 +21,9 @@ from grpo_megatron.sync.digest import DigestSlice, Expected, compare, expected_d
 from grpo_megatron.sync.plan import Interval, SyncTensor
 from grpo_megatron.types import WeightBucket
 from tests import vision
+from tests.models.test_moe import DELTA, MODELS
 from tests.sync.simulation import FAMILIES, SMALL
+from tests.tiny import COMMON
 from tests.worlds import run
 
 pytestmark = pytest.mark.slow
@@ -55,6 +57,9 @@ CASES = {
             ("qwen2_vl", "float32", 1, False),
             ("qwen2_5_vl", "bfloat16", 1, True),
             ("qwen3_vl", "float32", 1, False),
+            ("qwen3_vl_moe", "float32", 1, False),
+            ("qwen3_next", "bfloat16", 1, True),
+            ("qwen3_5", "bfloat16", 1, True),
         ],
     ),
 }
@@ -63,7 +68,7 @@ CASES = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "1")) for name in CASES])
 def test_wrong_weights_are_named_and_good_ones_never(name: str, tmp_path: Path) -> None:
     tp, listed = CASES[name]
-    cases = [case for case in listed if is_newest() or case[0] != "deepseek-v3"]
+    cases = [case for case in listed if is_newest() or case[0] not in ("deepseek-v3", *DELTA)]
     run(attest, tp, folder=tmp_path, tp=tp, cases=cases)
 
 
@@ -81,6 +86,9 @@ CLASSES = {
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
 }
 # vLLM's attention on CPU needs head sizes that are multiples of 32
 CHANGES = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4}
@@ -93,6 +101,10 @@ class Subject:
         config = {**SMALL, **FAMILIES.get(family, {}), **CHANGES}
         if family in vision.TOWERS:
             config = vision.make_config(family).to_dict()
+        if family in DELTA:
+            config = {**COMMON, **MODELS[family], "num_hidden_layers": 2}
+        if family == "qwen3_5":  # as published
+            config = {"model_type": family, "text_config": config, "vision_config": {}}
         if mesh.rank == 0:
             folder.mkdir(parents=True)
             (folder / "config.json").write_text(
@@ -138,7 +150,7 @@ class Subject:
         return self.tensors.spans[name][self.engine_rank]
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        start, stop = self.span(name)
+        start, stop = self.tensors.intervals(name, self.engine_rank)[-1]
         return whole.narrow(self.tensors.tensors[name].axis, start, stop - start)
 
     def sync(self, whole: Weights) -> None:
@@ -146,7 +158,8 @@ class Subject:
         items = []
         for name, tensor in whole.items():
             sent = torch.full_like(tensor, torch.nan)
-            self.part(name, sent).copy_(self.part(name, tensor))
+            axis, (start, stop) = self.tensors.tensors[name].axis, self.span(name)
+            sent.narrow(axis, start, stop - start).copy_(tensor.narrow(axis, start, stop - start))
             items.append((name, sent))
         buckets: list[WeightBucket] = [items[i : i + 15] for i in range(0, len(items), 15)]
         self.engine.load_weights(iter(buckets), self.version)
@@ -230,7 +243,7 @@ def live_memory_changed_after_the_load(subject: Subject, good: Weights, expected
     [model] = subject.engine._llm.apply_model(lambda model: model)
     changed = 0
     for name, parameter in list(model.named_parameters()):
-        if name in good and parameter.numel() and _own(subject, name):
+        if name in good and parameter.numel() and _own(subject, name) and "conv1d" not in name:  # which the CPU packs
             assert subject.problem(expected) is None
             parameter.data.view(-1)[3] += 1
             assert subject.where(name) in str(subject.problem(expected)), name
@@ -260,7 +273,8 @@ def calls_are_counted(subject: Subject, good: Weights) -> None:
     experts = [name for name in good if ".experts." in name and _own(subject, name)]
     own = sum(_own(subject, name) for name in good)
     layers = len({name.partition(".experts.")[0] for name in experts})
-    assert loads.call_count == digests.call_count == own - len(experts) + 3 * layers
+    assert loads.call_count == own - len(experts) + 3 * layers
+    assert digests.call_count == loads.call_count + 2 * len(subject.tensors.kept)  # q, k and v
 
 
 def layerwise_loader() -> Any:

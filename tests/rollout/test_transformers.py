@@ -111,10 +111,15 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(model: RowModel) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3"])
 def test_windows_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """A window of 5 in all layers, or in one of two: logits of a prefill, of decoding, and of full sequences."""
-    window = {"mistral": {}, "qwen2": {"use_sliding_window": True, "max_window_layers": 1}}[family]
+    of_family: dict[str, dict[str, Any]] = {
+        "mistral": {},
+        "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
+        "gemma3": {"sliding_window_pattern": 2},
+    }
+    window = of_family[family]
     folder = make_model(tmp_path, family, num_hidden_layers=2, sliding_window=5, **window)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = [[3 * i * i % 101 for i in range(n)] for n in (40, 9)]

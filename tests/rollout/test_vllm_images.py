@@ -21,7 +21,7 @@ from grpo_megatron.config import RolloutConfig
 from grpo_megatron.data.images import published_processor
 from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
-from grpo_megatron.models.weights.hf_folder import published_name
+from grpo_megatron.models.weights.file_names import published_name
 from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.rollout.build import engine_problems

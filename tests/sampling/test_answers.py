@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
-from grpo_megatron.environments.environment import Outcome, Step, TurnRequest
+from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, EnvironmentsLost, shorten
 from tests.fakes import LoneMesh, trajectory
@@ -30,7 +30,7 @@ class Characters:
 
 
 class FakeRenderer:
-    tokenizer, end_of_turn, end_token_ids = Characters(), EOS, {EOS}
+    tokenizer, end_of_turn, turn_ends, rewrites = Characters(), EOS, {EOS}, False
 
     def prompt(self, messages: list[Any], tools: list[Any] = []) -> list[int]:  # noqa: B006
         return [ord(letter) for message in messages for letter in message["content"]]
@@ -114,11 +114,6 @@ def test_a_turn_that_did_not_end_itself_is_ended_by_the_observation() -> None:
     [
         (Outcome(None, "timeout", "why"), "timeout", "why"),
         (said("hello", role="stranger"), "raised", "its messages cannot be rendered: unknown role 'stranger'"),
-        (
-            said("hello", reward=1.0, request=TurnRequest(branch=True)),
-            "raised",
-            "its messages cannot be rendered: a branch begins after a turn with a reward; only the last turn may have one",
-        ),
     ],
 )
 def test_a_failure_becomes_a_status(outcome: Outcome, status: str, message: str) -> None:

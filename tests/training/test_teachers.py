@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import grpo_megatron
+from grpo_megatron.algo.distillation import LEAST_LOGPROB
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from tests.models.test_divergence import dense, dense_divergence
@@ -55,12 +56,28 @@ def steps(folder: Path, cases: list[list[str]]) -> list[dict[str, Any]]:
     return results
 
 
-def make_teachers(folder: Path) -> None:
-    """A run in `folder`, and beside it a teacher of another family and size, and prompts without answers."""
+def make_teachers(folder: Path, num_rows: int = 128) -> None:
+    """A run in `folder`, and beside it a teacher of another family and size, and prompts without answers.
+
+    The policy's vocabulary has 101 rows, of which the tokenizer needs 18, and the teacher's `num_rows`.
+    """
     make_run(folder)
-    make_model(folder / "large", "mistral", seed=3, **{**SIZES, "num_hidden_layers": 4, "vocab_size": 128})
+    make_model(folder / "large", "mistral", seed=3, **{**SIZES, "num_hidden_layers": 4, "vocab_size": num_rows})
     write_tokenizer(folder / "large")
     write_rows(folder / "prompts.jsonl", [{"prompt": f"{n} + 1 ="} for n in range(9)])
+
+
+def merge_adapters(folder: Path) -> Path:
+    """Random adapters of the large teacher in `adapters`. Returns the folder of the model into which PEFT merges them."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "large"), config)
+    model.save_pretrained(folder / "adapters")
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    return folder / "merged"
 
 
 def same(folder: Path) -> list[str]:
@@ -95,22 +112,35 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(tmp_path: Path, world: int
                 assert metrics.get("distillation/divergence", 0) == 0
 
 
-def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Path) -> None:
-    """Without any reward; the log-probabilities are transformers', at the temperature of the rollout."""
-    make_teachers(tmp_path)
+@pytest.mark.parametrize("num_rows", [128, 60])
+def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Path, num_rows: int) -> None:
+    """Without any reward; the log-probabilities are transformers', at the temperature of the rollout.
+
+    With fewer rows than the policy's, an id beyond them has e^-87, and is read as the last one. That teacher has adapters.
+    """
+    make_teachers(tmp_path, num_rows)
+    folder, of_teacher = tmp_path / "large", large(tmp_path)
+    if num_rows == 60:
+        folder = merge_adapters(tmp_path)
+        of_teacher.append(f"teachers.t.adapters={tmp_path / 'adapters'}")
     modes = [[], ["distillation.loss_agg_mode=seq-mean-token-mean", "teachers.t.coefficient=0.5"]]
+    if num_rows == 60:
+        modes[0] = [*FORWARD, TP]
     micro = "actor.ppo_micro_batch_size_per_gpu=2"
-    cases = [[*large(tmp_path), *ALONE, micro, *mode] for mode in modes]
+    cases = [[*of_teacher, *ALONE, micro, *mode] for mode in modes]
     results = steps(2, folder=tmp_path, cases=cases)
-    counts = [len(response) for rank in results for _, response in rank[0]["pairs"]]
+    counts = [len(response) for rank in results for _, response in rank[1]["pairs"]]
     assert len(counts) == 12  # rows without a reward are in the loss
     for rank in results:
         for number, result in enumerate(rank):
             batch, metrics = result["batch"], result["metrics"][0]
             assert all(reward != reward for reward in result["rewards"]) and metrics["actor/grad_norm"] > 0
-            expected = transformers_logprobs(tmp_path / "large", result["pairs"], 0.7)
-            total = 0.0
+            known = [tuple([min(one, num_rows - 1) for one in ids] for ids in pair) for pair in result["pairs"]]
+            expected = transformers_logprobs(folder, known, 0.7)
+            total, is_unknown = 0.0, [torch.tensor(response) >= num_rows for _, response in result["pairs"]]
+            assert torch.cat(is_unknown).any() == (num_rows == 60) and metrics["distillation/reverse_kl"] < 1e3
             for row, logprobs in enumerate(expected):
+                logprobs = logprobs.masked_fill(is_unknown[row], LEAST_LOGPROB)
                 torch.testing.assert_close(batch.teacher.logprobs[row, : len(logprobs)], logprobs, atol=2e-5, rtol=0)
                 weight = 0.5 / len(counts) / len(logprobs) if number else 1 / sum(counts)
                 expected_weights = torch.full((len(logprobs),), weight)

@@ -9,26 +9,29 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 
 import grpo_megatron
 from grpo_megatron import ConfigError
 from grpo_megatron.checks import validate
 from grpo_megatron.report.kit import PAGE_PARTS
-from grpo_megatron.report.trace_file import Leaves, StepFile, step_content
+from grpo_megatron.report.trace_file import Leaves
 from grpo_megatron.trust import certify
 from grpo_megatron.trust.certify import PROOFS, Bench, CertifyOptions
 from grpo_megatron.untrusted import parse_yaml
 from tests import worlds
 from tests.runs import make_run
+from tests.trust.test_diff import change_step
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = "reward.function=tests.trust.rewards_of_certify:"
@@ -44,18 +47,64 @@ def run_program(words: Sequence[str], log: Path, variables: dict[str, str]) -> i
     from grpo_megatron.cli.main import main
 
     os.environ.update(variables)
-    if "CERTIFY_BLIND" in variables:
-        from grpo_megatron.sync.attest import EngineWeights
-
-        EngineWeights._attest = lambda self, expected: None  # type: ignore[method-assign]
+    if name := variables.get("CERTIFY_FAULT"):
+        globals()[name]()
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     return main(list(words))
 
 
+def blind() -> None:
+    """Plants an attestation that notices nothing."""
+    from grpo_megatron.sync.attest import EngineWeights
+
+    EngineWeights._attest = lambda self, expected: None  # type: ignore[method-assign]
+
+
+def template() -> None:
+    """Plants a template that renders a turn's answer otherwise for the trainer than for the engine."""
+
+    def change(samples: Any) -> None:
+        for one in (one for one in samples if 0 in one.loss_mask):
+            one.response_ids[one.loss_mask.index(0)] ^= 1
+
+    change_samples(change)
+
+
+def race() -> None:
+    """Plants a worker that answers with another row's reward where its rank is late."""
+    late: list[float] = []
+
+    def change(samples: Any) -> None:
+        rewards = [one.reward for one in samples]
+        for one, reward in zip(samples, rewards[1:] if late else rewards, strict=False):
+            one.reward = reward
+
+    change_samples(change)
+    sleep = time.sleep
+    certify.time = SimpleNamespace(sleep=lambda seconds: (late.append(seconds), sleep(seconds)))  # type: ignore[attr-defined]
+
+
+def change_samples(change: Callable[[Any], None]) -> None:
+    """Changes the samples of each step of this rank, after the engine's part of it."""
+    from grpo_megatron.trainer import Trainer
+
+    collect = Trainer.collect
+
+    def collected(trainer: Any, step: int) -> Any:
+        samples = collect(trainer, step)
+        change(samples)
+        return samples
+
+    Trainer.collect = collected  # type: ignore[method-assign]
+
+
 class RankBench(Bench):
+    fault = ""  # the function above that plants one
+
     def command(self, name: str, words: Sequence[str], **variables: str) -> int:
+        variables |= {"CERTIFY_FAULT": self.fault} if self.fault else {}
         sizes = [int(word.partition("=")[2]) for word in words if word.startswith("trainer.n_gpus_per_node=")]
         arguments = {"words": words[3:], "log": self.work / f"{name}.log", "variables": variables}
         try:
@@ -105,14 +154,20 @@ def reds(bench: Bench) -> dict[str, str]:
 
 def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
     path = bench.work / "base/trace/step_000001.bin"
-    content, file = path.read_bytes(), StepFile(path)
+    lines = path.with_name("steps.jsonl")
+    content, roots = path.read_bytes(), lines.read_text()
 
     def rewrite(stage: str, column: int | None, row: int, source: int, change: float = 0.0) -> None:
+        def changed(stages: dict[str, Leaves]) -> None:
+            table = stages[stage].digests if column is None else stages[stage].numbers[:, column]
+            table[row] = table[source] + table.dtype.type(change)
+
+        restore()
+        change_step(bench.work / "base", 1, changed)
+
+    def restore() -> None:
         path.write_bytes(content)
-        stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n).copy()) for n in file._sizes}
-        table = stages[stage].digests if column is None else stages[stage].numbers[:, column]
-        table[row] = table[source] + table.dtype.type(change)
-        path.write_bytes(step_content(1, stages, np.array(file.rows), file.uids)[0])
+        lines.write_text(roots)
 
     rewrite("seeds", None, 3, 2)
     wrong = reds(bench)
@@ -123,7 +178,7 @@ def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
     )
     rewrite("engine log-probabilities", 0, 5, 5, 1e-3)
     assert list(reds(bench)) == ["engine against trainer"]
-    path.write_bytes(content)
+    restore()
     bench.metrics[1].pop("timing_s/attest")
     wrong = reds(bench)
     del bench.metrics
@@ -150,12 +205,53 @@ def test_another_run_in_the_output_folder_is_left_alone(bench: Bench, monkeypatc
 
 
 def test_a_corrupted_tensor_that_nothing_notices(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = bench.command
-    monkeypatch.setattr(bench, "command", lambda *words, **fault: command(*words, **fault, CERTIFY_BLIND="1"))
+    monkeypatch.setattr(bench, "fault", "blind")
     for left in ("corrupted", "corrupt.log"):
         (bench.work / left).unlink()
     state, measured = PROOFS["a corrupted tensor"][1](bench)
     assert state == "red" and "ended with 0, and has not named it" in measured
+
+
+def test_a_layout_that_does_not_fit_takes_the_first_layers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU of 4 MB two of the four layers fit."""
+    monkeypatch.setattr(certify, "device_bytes", lambda kind: 4e6)
+    shutil.rmtree(bench.work / "layout")
+    state, measured = PROOFS["another layout"][1](bench)
+    assert state == "green" and "(the first 2 layers; the complete model does not fit): rounding" in measured, measured
+    assert {name.split(".")[2] for name in bench.trace("layout").tensors("weights") if "layers" in name} == {"0", "1"}
+
+
+def test_turns_and_delays(tmp_path: Path) -> None:
+    """Two roles and several turns: both lines are green, and each is red under a fault that only it covers."""
+    folder, template = make_run(tmp_path), tmp_path / "turns.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content }} {{ '<eos>' if m.role == 'assistant' else '=' }} {% endfor %}"
+    )
+    arguments = [
+        *(*SETTINGS[:3], f"trainer.output_dir={tmp_path / 'out'}", "rollout.placement=separate", "rollout.num_ranks=1"),
+        "trainer.n_gpus_per_node=2",
+        *("data.apply_chat_template=true", f"data.chat_template={template}", "data.max_response_length=40"),
+        *("rollout.multi_turn.environment=tests.e2e.environments:Judge", "data.max_prompt_length=24"),
+        *("rollout.multi_turn.max_assistant_turns=3", "rollout.multi_turn.max_tool_response_length=6"),
+        f"rollout.stop_token_ids={list(range(4, 12))}",  # digits: the policy has random weights
+    ]
+    config = grpo_megatron.load_config(folder / "run.yaml", arguments)
+
+    def base(fault: str) -> Bench:
+        work = tmp_path / f"{fault}.certify"
+        work.mkdir()
+        bench = RankBench(config, [f"{folder / 'run.yaml'}", *arguments], work, time.monotonic() + 900)
+        bench.fault, bench.is_exact = fault, True
+        assert certify._make_base(bench) == ("base", 0), (work / "base.log").read_text()
+        return bench
+
+    bench, turns, delays = base("race"), PROOFS["tokens over turns"][1], PROOFS["delays between roles"][1]
+    state, measured = delays(bench)
+    assert state == "red" and "rewards" in measured and turns(bench)[0] == "green"  # no rank of the base run is late
+    bench.fault = ""
+    shutil.rmtree(bench.work / "delayed")
+    assert delays(bench)[0] == "green"
+    assert turns(base("template"))[0] == "red"
 
 
 def test_what_is_not_measured_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

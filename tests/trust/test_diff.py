@@ -131,6 +131,15 @@ def stale_shard(point: str, step: int, content: Any) -> None:
         parameter(RUN[0], UP).data.copy_(KEPT[0])
 
 
+def lora_scale(point: str, step: int, content: Any) -> None:
+    """Rank 1 scales its adapters otherwise in the update of step 0."""
+    lora = RUN[0].policy.lora
+    if RUN[0].mesh.rank == 1 and step == 0 and point in ("samples", "updated"):
+        lora.config = lora.config.model_copy(
+            update={"alpha": 8.0 if point == "samples" else RUN[0].config.actor.lora.alpha}
+        )
+
+
 def drop_token(samples: Any) -> None:
     for name in ("response_ids", "rollout_logprobs", "loss_mask"):
         setattr(samples[4], name, getattr(samples[4], name)[:-1])
@@ -184,7 +193,7 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "advantages with the wrong sign": (at("batch", 1, lambda b: b.advantages.neg_()), 1, "advantages", "row "),
     "a denominator per micro-batch": (column("token_weights", 4, lambda t: t * 2), 0, "token weights", "row 4:"),
     "one row twice": (at("batch", 0, lambda b: b.mini_batches[0][0].__setitem__(0, b.mini_batches[0][0][1])), 0,
-        "gradients 0", "model.embed_tokens.weight"),
+        "losses 0", "actor/entropy_loss"),
     "gradients that are not cleared": (
         lambda: patched("policy.ddp", "zero_grad_buffer", lambda _: lambda: None), 0, "gradients 0", "model.embed_tokens.weight"),
     "the scale of one gradient": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.mul_(0.5)), 0,
@@ -234,7 +243,8 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "advantages of other rows": (at("batch", 0, lambda b: b.advantages.copy_(b.advantages.roll(1, 0))), 0, "advantages", "row "),
     "a mean over sequences in place of tokens": (
         at("batch", 0, lambda b: b.token_weights.div_(12 * b.token_weights.sum(1, keepdim=True))), 0, "token weights", "row "),
-    "a micro-batch that is left out": (at("batch", 0, lambda b: b.mini_batches[0][0].pop()), 0, "gradients 0", EMBEDDING),
+    "a micro-batch that is left out": (at("batch", 0, lambda b: b.mini_batches[0][0].pop()), 0, "losses 0",
+        "actor/entropy_loss"),
     "a gradient with the wrong sign": (at("gradients", 0, lambda run: parameter(run, QKV).main_grad.neg_()), 0,
         "gradients 0", "model.layers.1.self_attn.q_proj.weight"),
     "a gradient that is rounded to bfloat16": (at("gradients", 0, lambda run: rounded(parameter(run, UP).main_grad)), 0,
@@ -264,13 +274,19 @@ IN_ONE_RANK: dict[str, tuple[Any, int, str, str]] = {
     "random numbers that one rank takes": (at("updated", 0, lambda run: torch.rand(run.mesh.rank)), 0, "random state", "rank 1"),
 }  # fmt: skip
 
+# The same with adapters.
+WITH_LORA: dict[str, tuple[Any, int, str, str]] = {
+    "LoRA scale in one rank": (lora_scale, 0, "gradients 0",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"),
+}  # fmt: skip
+
 # What a checkpoint loses, found by `diff --self` at the resume in step 1.
 LOST: dict[str, tuple[Any, str]] = {
     "an optimizer moment lost at a resume": (lambda run: moment("exp_avg", QKV)(run), "optimizer"),
     "a weight changed at a resume": (lambda run: scaled(UP, 1.001)(run), "weights"),
     "a generator not restored at a resume": (lambda run: torch.manual_seed(7), "random state"),
 }
-ALL_FAULTS = {**FAULTS, **IN_ONE_RANK}
+ALL_FAULTS = {**FAULTS, **IN_ONE_RANK, **WITH_LORA}
 
 
 def different(samples: Any) -> tuple[int, int]:
@@ -308,7 +324,7 @@ def two_steps(run: Any, folder: Path, fault: Any = None, case: int = 0) -> None:
             contextlib.closing(Trace(config, run.policy, run.placement.provenance, None, 0))
         )
         digest, step = run.trace.gradients, 0
-        run.trace.gradients = lambda norm: (planted("gradients", step, run), digest(norm))
+        run.trace.gradients = lambda *update: (planted("gradients", step, run), digest(*update))
         for step in (0, 1):
             prompts = [run.prompts[(case + number) % 9] for number in range(4 * step, 4 * step + 4)]
             run._leave_rollout()
@@ -344,6 +360,19 @@ def make_runs(folder: Path, overrides: list[str], faults: list[str]) -> None:
             two_steps(run, folder / fault, ALL_FAULTS[fault][0] if fault in ALL_FAULTS else None)
 
 
+def change_step(run: Path, step: int, change: Callable[[dict[str, Leaves]], Any]) -> None:
+    """Change the record of a step, with its roots."""
+    path, lines = run / f"trace/step_{step:06d}.bin", run / "trace/steps.jsonl"
+    file = StepFile(path)
+    stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n), tuple(file.terms(n))) for n in file.roots}
+    change(stages)
+    content, roots = step_content(step, stages, np.array(file.rows), file.uids)
+    path.write_bytes(content)
+    rows = map(json.loads, lines.read_text().splitlines())
+    changed = [{**row, "stages": roots} if row["step"] == step and "stages" in row else row for row in rows]
+    lines.write_text("".join(f"{json.dumps(row)}\n" for row in changed))
+
+
 def traces(folder: Path, *names: str) -> list[TraceFolder]:
     return [TraceFolder(folder / name) for name in names]
 
@@ -356,13 +385,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
     make_runs(2, folder=folder / "tp2", overrides=tp2, faults=[*BEYOND_ROUNDING, *IN_ONE_RANK])
+    make_runs(2, folder=folder / "lora", overrides=[*tp2, "actor.lora.rank=4"], faults=[*WITH_LORA])
     return folder
 
 
 def test_every_planted_fault_is_named(runs: Path) -> None:
     wrong = []
     for name, (_, step, stage, leaf) in ALL_FAULTS.items():
-        result = compare_runs(*traces(runs / ("one" if name in FAULTS else "tp2"), "honest", name))
+        folder = "one" if name in FAULTS else "lora" if name in WITH_LORA else "tp2"
+        result = compare_runs(*traces(runs / folder, "honest", name))
         first = result.first
         place = (first.step, first.stage, first.leaves[0].name) if first and first.leaves else None
         if place is None or place[:2] != (step, stage) or not place[2].startswith(leaf) or not result.cause:
@@ -387,6 +418,12 @@ BEYOND_ROUNDING = {
     "an entropy bonus": "gradients 0",
     "a lost first moment": "weights",
 }
+
+
+def test_the_first_update_is_judged(runs: Path) -> None:
+    """Its size follows from the weights that the run has begun with."""
+    result = compare_runs(*traces(runs / "one", "honest", "an optimizer step that is left out"), tolerance=True)
+    assert result.verdict == "wrong" and result.first and (result.first.step, result.first.stage) == (0, "weights")
 
 
 def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
@@ -433,12 +470,12 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "from token 1: left [('+ ', -1.5)]" in text and "from token 1: right [('+ ', -2.5)]" in text
 
-    def refuse(change: Callable[[Path], Any]) -> str:
+    def refuse(change: Callable[[Path], Any], **itself: bool) -> str:
         shutil.rmtree(left, ignore_errors=True)
         shutil.copytree(honest, left)
         change(left)
         with pytest.raises(ConfigError) as error:
-            print_diff(DiffOptions(left=left, right=runs / "one/a lost first moment"))
+            print_diff(DiffOptions(left=left, **(itself or {"right": runs / "one/a lost first moment"})))
         assert "\n" not in str(error.value)
         return str(error.value)
 
@@ -450,16 +487,28 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     cut = refuse(lambda run: edit(run / "trace/step_000001.bin", lambda old: old[:-9]))
     assert "step_000001.bin is cut short" in cut
     lines = "trace/steps.jsonl"
-    assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 1', b'"format": 0')))
+    assert "format 0" in refuse(lambda run: edit(run / lines, lambda old: old.replace(b'"format": 2', b'"format": 0')))
+    assert "is not of the step" in refuse(
+        lambda run: shutil.copy(run / "trace/step_000000.bin", run / "trace/step_000001.bin")
+    )
+    assert "config.yaml cannot be read" in refuse(lambda run: (run / "config.yaml").unlink())
+    assert "no step in common" in refuse(lambda run: edit(run / lines, lambda old: old.splitlines(keepends=True)[0]))
+    assert "never resumed" in refuse(lambda run: None, itself=True)
+    no_list = lambda old: old.replace(b'"tensors"', b'"tensor"')  # noqa: E731
+    assert "no complete line with the facts" in refuse(lambda run: edit(run / lines, no_list))
     assert "beginning was cut" in refuse(lambda run: edit(run / lines, lambda old: old.partition(b"\n")[2]))
-    edit(left / "trace/step_000000.bin", lambda old: old)
     shutil.rmtree(left)
     shutil.copytree(honest, left)
     edit(left / lines, lambda old: b"".join(old.splitlines(keepends=True)[:2]))  # step 1 is missing
     result = compare_runs(TraceFolder(left), TraceFolder(honest))
     assert result.verdict == "equal" and "1 more steps, from step 1 on" in result.notes[0]
-    with pytest.raises(ConfigError, match="name two runs; or one with --self"):
-        DiffOptions(left=left)
+    for sides, message in (({}, "name two runs; or one with --self"), ({"right": left}, "both runs are")):
+        with pytest.raises(ConfigError, match=message):
+            DiffOptions(left=left, **sides)
+    (left / "trace/step_000000.bin").unlink()  # a difference that is no longer kept is not taken for rounding
+    change_step(runs / "one/the advantage of one row", 0, lambda stages: None)
+    judged = compare_runs(TraceFolder(left), TraceFolder(runs / "one/the advantage of one row"), tolerance=True)
+    assert judged.verdict == "part" and "cannot be judged" in judged.notes[-1]
 
 
 def test_two_large_steps_are_compared_with_few_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

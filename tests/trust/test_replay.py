@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, step_content
+from grpo_megatron.report.trace_file import Leaves, TraceFolder
 from grpo_megatron.trust import replay
 from grpo_megatron.trust.compare import Diff, Parting, compare_runs
 from grpo_megatron.trust.diff import DiffOptions, diff_sections, print_diff
 from tests import worlds
 from tests.models.test_reward_model import make_classifier
 from tests.runs import make_run, write_tokenizer
+from tests.trust.test_diff import change_step
 
 SETTINGS = [
     *("rollout.engine=transformers", "data.train_batch_size=4", "actor.optim.lr=0.01", "trainer.save_freq=1"),
@@ -56,14 +57,11 @@ def replay_program(words: Sequence[str], log: Path, settings: Mapping[str, Any])
 
 def another_reward(run: Path) -> None:
     """Changes the record of a reward in step 1."""
-    path = run / "trace/step_000001.bin"
-    file = StepFile(path)
-    stages = {n: Leaves(file.nodes(n, 0, 0, file.count(n)), file.numbers(n)) for n in file._sizes}
-    stages["rewards"].digests[3] += np.uint64(1)
-    content, roots = step_content(1, stages, np.array(file.rows), file.uids)
-    path.write_bytes(content)
-    lines, old = run / "trace/steps.jsonl", TraceFolder(run).steps[1]["rewards"]
-    lines.write_text(lines.read_text().replace(old, roots["rewards"]))
+
+    def change(stages: dict[str, Leaves]) -> None:
+        stages["rewards"].digests[3] += np.uint64(1)
+
+    change_step(run, 1, change)
 
 
 def two_ranks(run: Path) -> None:

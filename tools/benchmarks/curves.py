@@ -42,6 +42,7 @@ WAYS = {  # -> overrides of examples/distillation/student.yaml
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", default="", metavar="WORD", help="the ways with this word in their names")
     parser.add_argument("--folder", type=Path, default=Path("outputs/benchmark/curves"))
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="needs matplotlib")
 
@@ -54,7 +55,7 @@ def curves(args: argparse.Namespace) -> int:
         sizes = ("--set", "hidden_size=256", "--set", "intermediate_size=768")
         make_model(teacher.parents[3], "outputs/distillation/untrained", 0, *sizes)
         train(teacher.parents[3], EXAMPLES / "distillation/teacher.yaml")
-    accuracies: dict[str, list[dict[int, float]]] = {way: [] for way in WAYS}
+    accuracies: dict[str, list[dict[int, float]]] = {way: [] for way in WAYS if args.only in way}
     for seed in range(args.seeds):
         place = folder / f"seed-{seed}"
         if not (place / WARM_UP).exists():
@@ -64,6 +65,8 @@ def curves(args: argparse.Namespace) -> int:
         if not (place / "teacher.jsonl").exists():
             write_samples(place, teacher, seed, 16 * args.steps)
         for number, (way, overrides) in enumerate(WAYS.items()):
+            if way not in accuracies:
+                continue
             accuracies[way].append(accuracy_of(place, f"way-{number}", args.steps, teacher, seed, overrides))
     print(f"{machine()}\n{table(accuracies)}")
     if args.plot is not None:
@@ -125,6 +128,7 @@ def accuracy_of(place: Path, name: str, steps: int, teacher: Path, seed: int, ov
     if not (run / "hf").exists():
         shutil.rmtree(run, ignore_errors=True)
         parts = [f"model.path={WARM_UP}", "~sft", f"trainer.total_training_steps={steps}", f"trainer.output_dir={name}"]
+        parts += ["rollout.engine=transformers"]  # starts sooner
         parts += [] if "~teachers" in overrides else [f"teachers.worked.path={teacher}"]
         train(place, EXAMPLES / "distillation/student.yaml", *parts, *seeds(seed), *overrides)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,7 +1,8 @@
-"""Decoders with grouped-query attention, which differ in a few fields of config.json, from GLM to Qwen."""
+"""Decoders with grouped-query attention, which differ in a few fields of config.json, from Gemma to Qwen."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -124,10 +125,10 @@ def _delta_settings(config: dict[str, Any], *, is_fused: bool) -> dict[str, Any]
     return {"delta": delta, "qk_norm": True, "output_gate": True, "centred_norms": True}
 
 
-def _next_settings(config: dict[str, Any]) -> dict[str, Any]:
+def _next_settings(config: dict[str, Any], *, is_fused: bool = True) -> dict[str, Any]:
     shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_gates": 1}
     routed = _qwen_experts({**config, "shared_expert_intermediate_size": 0})
-    return routed | shared | _delta_settings(config, is_fused=True)
+    return routed | shared | _delta_settings(config, is_fused=is_fused)
 
 
 def _oss_table(arch: Architecture) -> list[WeightRow]:
@@ -149,9 +150,88 @@ def _oss_settings(config: dict[str, Any]) -> dict[str, Any]:
     return windows | expert_settings(config, width="intermediate_size", renormalise=True)
 
 
+_GEMMA3: dict[str, Any] = {  # what the published files leave out: the defaults of transformers
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window_pattern": 6,
+}
+
+
+def _gemma3(config: dict[str, Any]) -> Architecture:
+    config = _GEMMA3 | {key: value for key, value in config.items() if value is not None}
+    for key in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if config.get(key):
+            raise UnsupportedModel(f"Gemma 3 with {key}={shown(config[key])} is not supported")
+    if config["hidden_activation"] != _GEMMA3["hidden_activation"]:
+        raise UnsupportedModel(f"Gemma 3 with hidden_activation={shown(config['hidden_activation'])} is not supported")
+    of_types = config.get("rope_parameters") or {}
+    rope = {
+        "rope_theta": config.get("rope_theta", 1e6),
+        **config.get("rope_scaling", {}),
+        **(of_types.get("full_attention") or {}),
+    }
+    local = {"rope_theta": config.get("rope_local_base_freq", 1e4), **(of_types.get("sliding_attention") or {})}
+    for kind, parameters, supported in (("full", rope, ("default", "linear")), ("sliding", local, ("default",))):
+        if parameters.get("rope_type", "default") not in supported:
+            raise UnsupportedModel(
+                f"Gemma 3 with RoPE scaling {shown(parameters['rope_type'])} of its layers with {kind} attention is not"
+                f" supported (supported: {', '.join(supported)})"
+            )
+    pattern = config["sliding_window_pattern"]
+    windows = window_settings(config, lambda layer: (layer + 1) % pattern != 0)
+    return Architecture(
+        family=config["model_type"],
+        tied=config["tie_word_embeddings"],
+        qk_norm=True,
+        centred_norms=True,
+        sandwich_norms=True,
+        scaled_embedding=True,
+        gelu=True,
+        query_scalar=config["query_pre_attn_scalar"],
+        local_rope_theta=float(local["rope_theta"]) if windows else None,
+        **common_settings({**config, "hidden_act": "silu", "rope_scaling": None, "rope_parameters": rope}),
+        **windows,
+    )
+
+
+def _with_tower(config: dict[str, Any]) -> Architecture:
+    raise UnsupportedModel(
+        f"model_type={config['model_type']}: its vision tower is not supported; save the text model alone (docs/models.md)"
+    )
+
+
+def _text_of(family: ModelFamily) -> ModelFamily:
+    """Returns the family of folders that have the decoder's settings in `text_config`. Their tower is not read."""
+
+    def architecture_from(config: dict[str, Any]) -> Architecture:
+        kept: dict[str, Any] = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        return family.architecture_from({**config["text_config"], **kept})
+
+    return ModelFamily(architecture_from, family.weight_table)
+
+
+_QWEN35 = _family(
+    "Qwen3.5", ["attention_bias"], rotary=0.25, experts=functools.partial(_delta_settings, is_fused=False)
+)
+_QWEN35_MOE = _family(
+    "Qwen3.5-MoE",
+    ["attention_bias"],
+    rotary=0.25,
+    experts=lambda config: _next_settings({**config, "norm_topk_prob": True}, is_fused=False),
+)
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
 DECODERS = {
+    # arXiv 2503.19786: windows in five of six layers, with a base of RoPE of their own; norms before and after.
+    "gemma3": ModelFamily(_with_tower),
+    "gemma3_text": ModelFamily(_gemma3),
     # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
     "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
     # gpt-oss, arXiv 2508.10925: sinks, biases everywhere, clamped SwiGLU. Files have the experts of a layer in one tensor.
@@ -173,4 +253,9 @@ DECODERS = {
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
     # Gated delta nets in three of four layers, gated attention in the fourth, a shared expert with a gate.
     "qwen3_next": _family("Qwen3-Next", ["attention_bias"], rotary=0.25, experts=_next_settings),
+    # Qwen3-Next's layers with an MLP, or with its experts. Published folders have a vision tower, too.
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": _QWEN35_MOE,
+    "qwen3_5": _text_of(_QWEN35),
+    "qwen3_5_moe": _text_of(_QWEN35_MOE),
 }

@@ -1,7 +1,7 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the decoder of Qwen2, or Qwen3, with M-RoPE, and a vision tower.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: the decoder of Qwen2, Qwen3 or Qwen3-MoE, with M-RoPE, and a vision tower.
 
 arXiv 2409.12191, 2502.13923, 2511.21631. The table has the decoder's names of Qwen2, and `visual.` before those of the tower.
-Files of Qwen3-VL have other beginnings (weights/hf_folder.py). The first two families' folders on the Hub have a decoder's
+Files of Qwen3-VL have other names (weights/file_names.py). The first two families' folders on the Hub have a decoder's
 settings at the top, Qwen3-VL's and those of transformers 5 in `text_config`.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_megatron.data.images import published_processor
-from grpo_megatron.models.architecture import Architecture, UnsupportedModel, Vision, common_settings
+from grpo_megatron.models.architecture import Architecture, UnsupportedModel, Vision, common_settings, expert_settings
 from grpo_megatron.models.families.decoders import ModelFamily
 from grpo_megatron.models.weights.table import Replicated, WeightRow, decoder_table
 from grpo_megatron.untrusted import shown
@@ -30,7 +30,7 @@ class _TowerRow(Replicated):
 
 def _architecture(config: dict[str, Any]) -> Architecture:
     text, vision = {**config, **(config.get("text_config") or {})}, config["vision_config"]
-    is_older, is_third = config["model_type"] == "qwen2_vl", config["model_type"] == "qwen3_vl"
+    is_older, is_third = config["model_type"] == "qwen2_vl", config["model_type"].startswith("qwen3_vl")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     sections, head = rope.pop("mrope_section", None), text["hidden_size"] // text["num_attention_heads"]
     head = text.get("head_dim") or head
@@ -81,8 +81,10 @@ def _architecture(config: dict[str, Any]) -> Architecture:
         if text.get(key):
             raise UnsupportedModel(f"{config['model_type']} with {key}=true is not supported")
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    biases = {"qkv_bias": not is_third, "qk_norm": is_third}
-    return Architecture(family=config["model_type"], tied=tied, vision=tower, **biases, **settings)
+    settings |= {"qkv_bias": not is_third, "qk_norm": is_third}
+    if config["model_type"] == "qwen3_vl_moe":
+        settings |= expert_settings(text, width="moe_intermediate_size", renormalise=True)
+    return Architecture(family=config["model_type"], tied=tied, vision=tower, **settings)
 
 
 def _table(arch: Architecture) -> list[WeightRow]:
@@ -91,14 +93,6 @@ def _table(arch: Architecture) -> list[WeightRow]:
     return [*decoder_table(arch), *(_TowerRow(name, (name,), shape=shape) for name, shape in shapes.items())]
 
 
-def _refuse(config: dict[str, Any]) -> Architecture:
-    raise UnsupportedModel(
-        f"model_type={config['model_type']}: its files have the experts of a layer in one tensor, which is not supported;"
-        " use a dense Qwen3-VL, or a Qwen2.5-VL model"
-    )
-
-
-VISION_MODELS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ModelFamily(_architecture, _table)),
-    "qwen3_vl_moe": ModelFamily(_refuse, _table),
-}
+VISION_MODELS = dict.fromkeys(
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), ModelFamily(_architecture, _table)
+)

@@ -279,7 +279,7 @@ class ScalarPolicy(ScalarReader, Policy):
         with private_folder() as config_folder:
             config = exported_config(self.folder)
             (config_folder / "config.json").write_text(json.dumps(config))
-            save_hf(self.hf_weights(), config_folder, tokenizer_path, target, self.mesh)
+            save_hf(self.hf_weights(), config_folder, tokenizer_path, target, self.mesh, arch=self.arch)
 
 
 class ValueModel(ScalarPolicy):

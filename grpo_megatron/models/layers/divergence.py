@@ -4,7 +4,8 @@
 
 f and u = df / dp are those of algo/distillation.py. The buckets b are all tokens of the vocabulary, or the teacher's k best and
 one tail of all others, whose p is the sum over them. Teacher's logits are h' W'^T / T of its final hidden states h' and the
-rows of its head for this rank's part of the policy's vocabulary. As in head.py, no logits exist beyond a chunk.
+rows of its head for this rank's part of the policy's vocabulary. Ids beyond the teacher's rows have its LEAST_LOGPROB, and the
+policy's probability. As in head.py, no logits exist beyond a chunk.
 
 The tail is summed over its own tokens: 1 - (sum of k) has no digits left where the best tokens have nearly all of the mass.
 """
@@ -279,14 +280,20 @@ def _full_divergence(
         total = logits.exp().sum(1)
         all_reduce(total, dist.ReduceOp.SUM, group)
         log_z = total.log()
-        is_best = (logits == 0) & (logp[rows] == _largest(logp[rows], group)[:, None])
+        is_best = (logits == 0) & (logp[rows, : logits.shape[1]] == _largest(logp[rows], group)[:, None])
         logits -= log_z[:, None]
-        values, slopes = soft.divergence.terms(logp[rows], logits)
+        values, slopes = soft.divergence.terms(logp[rows], _with_width(logits, logp.shape[1]))
         sums = torch.stack([values.sum(1), slopes.sum(1), is_best.any(1).float()])
         all_reduce(sums, dist.ReduceOp.SUM, group)
         divergence[rows], agreement[rows] = sums[0], (sums[2] > 0).float()
         lse[rows], means[rows] = top + log_z, soft.divergence.mean_slope(sums[1:2].T)
     return lse, means
+
+
+def _with_width(logq: Tensor, width: int) -> Tensor:
+    """Appends columns for the policy's ids that the teacher lacks."""
+    missing = width - logq.shape[1]
+    return torch.nn.functional.pad(logq, (0, missing), value=LEAST_LOGPROB) if missing else logq
 
 
 def _largest(logp: Tensor, group: Any) -> Tensor:
@@ -308,5 +315,5 @@ def _add_full_gradient(
     lse, means = of_teacher
     for rows, states, head in _runs(soft, part):
         logq = logits_of(states, head, temperature) - lse[rows, None]
-        _, slopes = soft.divergence.terms(logp[rows], logq)
+        _, slopes = soft.divergence.terms(logp[rows], _with_width(logq, logp.shape[1]))
         grad[rows] += upstream[rows, None] * (slopes - p[rows] * means[rows, None])

@@ -56,11 +56,12 @@ class CentredRMSNorm(RMSNorm):
 
 
 class NormedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel linear layer, and a norm of its full output (OLMo-2, arXiv 2501.00656)."""
+    """A row-parallel linear layer, and a norm of its full output (OLMo-2, arXiv 2501.00656; Gemma 3)."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        norm = CentredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
+        self.post_norm = norm(config, output_size, config.layernorm_epsilon)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Maps [s, b, inputs / tp] to [s (/ tp under sequence parallelism), b, outputs]."""

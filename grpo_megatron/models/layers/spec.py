@@ -9,6 +9,7 @@ The local spec runs anywhere, also on the CPU. The Transformer Engine spec and t
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Callable
@@ -159,20 +160,28 @@ def block_spec(config: TransformerConfig, kernels: Kernels, arch: Architecture) 
 
         return _block(config, _te_layer, TENorm)
     norm = CentredRMSNorm if arch.centred_norms else RMSNorm
-    return _block(config, _post_norm_layer if arch.post_norms else _local_layer, norm)
+    make = _post_norm_layer if arch.post_norms else _sandwich_layer if arch.sandwich_norms else _local_layer
+    return _block(config, make, norm)
+
+
+def _sandwich_layer(config: TransformerConfig, num_experts: int | None, is_linear: bool) -> ModuleSpec:
+    """Returns the spec of a layer that has norms before and after attention and MLP."""
+    layer = _local_layer(config, num_experts, is_linear)
+    parts = layer.submodules
+    parts.self_attention.submodules.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    return layer
 
 
 def _post_norm_layer(config: TransformerConfig, num_experts: int | None, is_linear: bool) -> ModuleSpec:
     """Returns the spec of a layer whose norms follow attention and MLP."""
     assert not is_linear
-    layer = _local_layer(config, num_experts, is_linear)
+    layer = _sandwich_layer(config, num_experts, is_linear)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     parts.sharded_state_dict_keys_map = {}
     attention = parts.self_attention.submodules
     attention.q_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_attention_heads})
     attention.k_layernorm = ModuleSpec(HeadsRMSNorm, params={"num_heads": config.num_query_groups})
-    attention.linear_proj = parts.mlp.submodules.linear_fc2 = NormedRowParallelLinear
     return layer
 
 
@@ -338,6 +347,7 @@ def mrope_chunks(vision: Vision) -> list[int]:
     return chunks + [0] * (-len(chunks) % 3)
 
 
+gelu_tanh = functools.partial(F.gelu, approximate="tanh")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -354,7 +364,8 @@ def transformer_config(
         **megatron_fields(arch),
         "layernorm_epsilon": arch.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": F.silu if arch.swiglu_limit is None else quick_gelu,
+        "activation_func": gelu_tanh if arch.gelu else quick_gelu if arch.swiglu_limit else F.silu,
+        "softmax_scale": arch.query_scalar and arch.query_scalar**-0.5,
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
@@ -379,6 +390,8 @@ def transformer_config(
         **(latent_config(arch, arch.latent) if arch.latent else {}),
         **megatron.override_transformer_config,
     }
+    if arch.gelu:  # the fused kernels are of other activations
+        settings["bias_activation_fusion"] = False
     if arch.rope_yarn is not None:  # the fused kernel for packed sequences would silently drop the attention factor
         settings["apply_rope_fusion"] = False
     if arch.vision is not None:  # as would the kernel for the angles of rows and columns

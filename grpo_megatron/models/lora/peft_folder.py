@@ -18,8 +18,15 @@ from torch import Tensor
 from grpo_megatron.config import LoraConfig
 from grpo_megatron.config.model import peft_values
 from grpo_megatron.models.architecture import Architecture
-from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, lora_rows
-from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, Serving, write_companions, write_tensors
+from grpo_megatron.models.lora.merge import merge
+from grpo_megatron.models.lora.table import PEFT_PREFIX, adaptable_layers, factors_of_weights, lora_rows
+from grpo_megatron.models.weights.hf_folder import (
+    SafetensorsFolder,
+    Serving,
+    WeightReader,
+    write_companions,
+    write_tensors,
+)
 from grpo_megatron.models.weights.stream import WeightsError, global_parameters
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.files import new_folder
@@ -141,6 +148,18 @@ class PeftFolder:
     def read(self, name: str) -> Tensor:
         """Reads a factor, as it is stored."""
         return self.files.read(name)
+
+    def merged(self, arch: Architecture, dtype: torch.dtype) -> WeightReader:
+        """Returns the reader of a base's weights, in `dtype` and with the adapters where they have some, for `load_hf`."""
+        factors = factors_of_weights(arch, self.lora)
+
+        def read(base: SafetensorsFolder, name: str) -> Any:
+            if name not in factors:
+                return base.slice(name)
+            a, b = map(self.read, factors[name])
+            return merge(base.read(name).to(dtype), a, b, self.lora.scale)
+
+        return read
 
 
 def factor_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[int, ...]]:

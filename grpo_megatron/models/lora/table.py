@@ -110,6 +110,16 @@ def lora_rows(arch: Architecture, lora: LoraConfig) -> dict[str, Factor]:
     return rows
 
 
+def factors_of_weights(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, str]]:
+    """Maps each adapted weight to its A and B, by their Hugging Face names."""
+    rows = list(lora_rows(arch, lora).values())  # A and B in turn
+    return {
+        f"{layer}.weight": (a, b)
+        for row_a, row_b in zip(rows[::2], rows[1::2], strict=True)
+        for layer, a, b in zip(row_a.layer_names, row_a.hf, row_b.hf, strict=True)
+    }
+
+
 def _can_adapt(row: WeightRow) -> bool:
     """Experts have no adapters: PEFT adapts transformers' fused experts in a form without canonical factors."""
     is_linear = isinstance(row, (QKV, DeltaInput, GateUp, InputSplit, OutputSplit, ReplicatedMatrix))

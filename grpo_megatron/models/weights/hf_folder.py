@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,17 @@ from torch import Tensor
 from grpo_megatron.data.images import PROCESSOR_FILES, write_processor
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import hf_shapes
-from grpo_megatron.models.weights.stacked import StoredTensor, file_tensors, join_experts, read_expert, split_experts
+from grpo_megatron.models.weights.file_names import (
+    STACKS,
+    FileTensor,
+    Part,
+    PartSlice,
+    file_tensors,
+    name_in_file,
+    parts_of_stack,
+    published_name,
+)
+from grpo_megatron.models.weights.mxfp4 import MXFP4Slice
 from grpo_megatron.models.weights.stream import (
     EMBEDDING,
     HEAD,
@@ -37,6 +47,20 @@ from grpo_megatron.untrusted import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
 OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters, and not read
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a safetensors file, by its header. `name` is the name in the file, `dtype` the format's (BF16).
+
+    `part`: it is an expert's part of the file's tensor. `scales`: the file's tensor has the blocks of MXFP4.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: Part | None = None
+    scales: StoredTensor | None = None
 
 
 class SafetensorsFolder:
@@ -64,13 +88,13 @@ class SafetensorsFolder:
         self.headers = {name: self._header(self.folder / name) for name in self.files}
         if damaged := [header for header in self.headers.values() if isinstance(header, str)]:
             raise WeightsError("\n  ".join(damaged))
-        self._stored = {
-            published_name(name): tensor
-            for header in self.headers.values()
-            if isinstance(header, dict)
-            for name, tensor in header.items()
-        }
-        self.tensors = split_experts(self._stored)
+        self.tensors: dict[str, StoredTensor] = {}
+        model_type, hidden = _stacks_of(self.folder)
+        headers = [header.items() for header in self.headers.values() if isinstance(header, dict)]
+        stored = {published_name(name): tensor for name, tensor in itertools.chain(*headers)}
+        for name, tensor in (_mxfp4_joined(stored) if model_type else stored).items():
+            parts = parts_of_stack(name, tensor.shape, model_type, hidden)
+            self.tensors |= {n: tensor._replace(shape=shape, part=part) for n, part, shape in parts} or {name: tensor}
         self._open_files = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -92,22 +116,22 @@ class SafetensorsFolder:
 
     def slice(self, name: str) -> Any:
         """Returns an object that reads a part of the tensor when it is indexed. The file stays open until `__exit__`."""
-        return self._slice(name, self._handles, self._open_files)
+        return self._slice(self.tensors[name], self._handles, self._open_files)
 
-    def _slice(self, name: str, handles: dict[Path, Any], open_files: ExitStack) -> Any:
-        stored = self.tensors.get(name) or self._stored[name]
-        if stored.expert is not None:
-            return read_expert(stored, lambda stack: self._slice(stack, handles, open_files))
+    def _slice(self, stored: StoredTensor, handles: dict[Path, Any], open_files: ExitStack) -> Any:
         if stored.file not in handles:
             handles[stored.file] = open_files.enter_context(safe_open(stored.file, framework="pt"))
-        return handles[stored.file].get_slice(stored.name)
+        whole = handles[stored.file].get_slice(stored.name)
+        if stored.scales is not None:
+            whole = MXFP4Slice(whole, self._slice(stored.scales, handles, open_files))
+        return whole if stored.part is None else PartSlice(whole, stored.part)
 
     def read(self, name: str) -> Tensor:
         """Reads a whole tensor. The file is closed again: pages of a mapped file count as memory of the process."""
         stored = self.tensors[name]
         try:
             with ExitStack() as open_files:
-                tensor: Tensor = self._slice(name, {}, open_files)[:]
+                tensor: Tensor = self._slice(stored, {}, open_files)[:]
                 return tensor
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{stored.file}: cannot read {name} ({error})") from error
@@ -164,19 +188,27 @@ def tensor_problems(
     return problems
 
 
-def published_name(name: str) -> str:
-    """Returns a tensor's name as published folders of models that read images have it: `visual.`, `model.layers.`.
+def _stacks_of(folder: Path) -> tuple[str, int]:
+    """Returns model_type and hidden size of a model whose files have stacks of experts; ("", 0) for others, and adapters."""
+    try:
+        config = read_json(folder / "config.json")
+        kind, hidden = config["model_type"], int(config.get("text_config", config)["hidden_size"])
+        return (kind, hidden) if kind in STACKS else ("", 0)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # reported where the config is read
+        return "", 0
 
-    transformers 4.52 and later wrote some with the names of its modules, and so does PEFT.
-    """
-    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
 
-
-def name_in_file(name: str, model_type: str) -> str:
-    """Returns the name that the published files of a family have for a tensor: those of Qwen3-VL have its modules' names."""
-    if not model_type.startswith("qwen3_vl"):
-        return name
-    return re.sub(r"^(?=visual\.)", "model.", re.sub(r"^model\.", "model.language_model.", name))
+def _mxfp4_joined(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors with one in bfloat16, [E, columns, rows], in place of blocks [E, rows, n, 16] and their scales."""
+    out = dict(stored)
+    for name, blocks in stored.items():
+        whole, is_blocks, _ = name.partition("_blocks")
+        scales = stored.get(f"{whole}_scales") if is_blocks else None
+        if scales is not None and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
+            experts, rows, count = scales.shape
+            out[whole] = blocks._replace(dtype="BF16", shape=(experts, 32 * count, rows), scales=scales)
+            del out[name], out[f"{whole}_scales"]
+    return out
 
 
 def _read_index(path: Path) -> dict[str, str] | None:
@@ -200,11 +232,21 @@ def check_hf(folder: Path, arch: Architecture) -> None:
         files.check_model(arch)
 
 
+WeightReader = Callable[[SafetensorsFolder, str], Any]  # of a tensor by its name, or of what reads a part when indexed
+
+
 @torch.no_grad()
-def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh) -> None:
+def load_hf(
+    model: torch.nn.Module,
+    folder: Path,
+    arch: Architecture,
+    mesh: Mesh,
+    read: WeightReader = SafetensorsFolder.slice,
+) -> None:
     """Set this rank's parameters from a Hugging Face folder. Reads only the slices of this rank. Raises WeightsError.
 
-    A tied model with several stages has a copy of its embedding as the last stage's head. Both are set here.
+    `read`: of a tensor by its name. A tied model with several stages has a copy of its embedding as the last stage's head.
+    Both are set here.
     """
     rows = model_rows(arch)
     with SafetensorsFolder(folder) as files:
@@ -212,7 +254,7 @@ def load_hf(model: torch.nn.Module, folder: Path, arch: Architecture, mesh: Mesh
         for name, parameter in global_parameters(model).items():
             if name == HEAD and arch.tied:
                 name = EMBEDDING
-            set_parameter(parameter, rows[name].shard(files.slice, arch, mesh.tp_rank, mesh.tp))
+            set_parameter(parameter, rows[name].shard(functools.partial(read, files), arch, mesh.tp_rank, mesh.tp))
 
 
 def read_head_rows(folder: Path, arch: Architecture, first: int, end: int) -> Tensor:
@@ -291,10 +333,10 @@ def save_hf(
     task = f"cannot write {target}"
     with contextlib.ExitStack() as stack:  # after an error it removes what was written
         writer = _ShardWriter(target, shard_bytes)
-        on_first_rank(mesh, task, functools.partial(writer.start, stack, source))
+        on_first_rank(mesh, task, functools.partial(writer.start, stack, source, arch))
         for bucket in stream:
             on_first_rank(mesh, task, functools.partial(writer.add, bucket))
-        if arch is not None and arch.has_extras:
+        if arch is not None and arch.has_extras and any(source.glob("*.safetensors")):
             on_first_rank(mesh, task, functools.partial(writer.add_extras, source, arch))
         on_first_rank(mesh, task, functools.partial(writer.finish, source, tokenizer_source, serving))
         on_first_rank(mesh, task, stack.close)
@@ -307,17 +349,30 @@ class _ShardWriter:
         self.target, self.shard_bytes = target, shard_bytes
         self.folder = target  # the partial folder, once it exists
         self.waiting: dict[str, Tensor] = {}
+        self.parts: dict[str, Tensor] = {}  # of stacks that are not complete
+        self.names: dict[str, str] = {}  # of the table -> of the files
+        self.stacks: dict[str, FileTensor] = {}
         self.shards: list[list[str]] = []
         self.total, self.dtype = 0, "float32"
 
-    def start(self, stack: contextlib.ExitStack, source: Path) -> None:
+    def start(self, stack: contextlib.ExitStack, source: Path, arch: Architecture | None) -> None:
         """Create the partial folder. Closing `stack` publishes it."""
         self.config = json.loads((source / "config.json").read_text())
+        in_files = file_tensors(hf_shapes(arch) if arch is not None else {}, self.config["model_type"])
+        self.stacks = {name: tensor for name, tensor in in_files.items() if tensor.layout is not None}
+        self.names = {part: name for name, tensor in self.stacks.items() for part in tensor.parts}
         self.folder = stack.enter_context(new_folder(self.target))
 
     def add(self, bucket: WeightBucket) -> None:
         for name, tensor in bucket:
-            self.waiting[name] = tensor.detach().to("cpu", copy=True)
+            copy = tensor.detach().to("cpu", copy=True)
+            if name in self.names:
+                self.parts[name] = copy
+                stack = self.stacks[self.names[name]]
+                if name == stack.parts[-1]:
+                    self.waiting[self.names[name]] = stack.join(self.parts.pop)
+            else:
+                self.waiting[name_in_file(name, self.config["model_type"])] = copy
             if tensor.dim() > 1:  # not the float32 biases of a router
                 self.dtype = str(tensor.dtype).removeprefix("torch.")
         if sum(tensor.nbytes for tensor in self.waiting.values()) >= self.shard_bytes:
@@ -334,21 +389,10 @@ class _ShardWriter:
     def _write_shard(self) -> None:
         """Write a shard under a numbered name. The final name contains the number of shards, which is still unknown."""
         path = self.folder / f"{len(self.shards)}.safetensors"
-        tensors = self._complete_tensors()
-        if not tensors:
-            return
-        write_tensors(path, tensors, {"format": "pt"})
-        self.total += sum(tensor.nbytes for tensor in tensors.values())
-        self.shards.append(list(tensors))
-
-    def _complete_tensors(self) -> dict[str, Tensor]:
-        """Takes what is waiting, with the experts of a layer in one tensor where the family has it so, and if all are there."""
-        family, experts = self.config["model_type"], self.config.get("num_local_experts")
-        out = {}
-        for name, parts in file_tensors(self.waiting, family).items():
-            if name in parts or len(parts) == (2 if "gate_up" in name else 1) * experts:
-                out[name_in_file(name, family)] = join_experts(name, [self.waiting.pop(part) for part in parts])
-        return out
+        write_tensors(path, self.waiting, {"format": "pt"})
+        self.total += sum(tensor.nbytes for tensor in self.waiting.values())
+        self.shards.append(list(self.waiting))
+        self.waiting = {}
 
     def finish(self, source: Path, tokenizer_source: Path, serving: Serving) -> None:
         """Write the last shard, then the final names, the index, config.json and the companions."""

@@ -7,6 +7,7 @@ one dtype, so the biases travel apart. They are small.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,13 +18,13 @@ from grpo_megatron.models.architecture import ENGINE_VOCABULARY_MULTIPLE, Archit
 from grpo_megatron.models.families import table_of
 from grpo_megatron.models.weights.table import (
     QKV,
-    DeltaConvolution,
     GateUp,
     HeadsNorm,
     Replicated,
     Vocabulary,
     WeightRow,
     expand_table,
+    is_delta_channels,
 )
 from grpo_megatron.parallel.mesh import Grid, Mesh, all_gather_values
 from grpo_megatron.sync.plan import EngineTensors, Interval, SyncParameter, SyncTensor
@@ -177,14 +178,14 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
     `reads_shards`: the parts that vLLM reads. Linear layers are cut evenly. Key-value heads are shared by several ranks if
     there are more ranks than heads. The vocabulary is padded to a multiple of 64 first, so that the last rank has fewer
     tokens, or none. With `rollout_ep` (1 or `rollout_tp`), a rank reads neighbouring experts whole, and nothing of the
-    others; and it stacks the experts of a layer. It reads a whole convolution, and keeps its parts of q, k and v. Of the biases
-    after the experts' sum over the ranks it reads all, and only the first rank keeps them. Without
+    others; and it stacks the experts of a layer. Of a gated delta net's q, k and v in one tensor it reads everything, and keeps
+    its part of each; and of the biases after the sum over the ranks of an expert only the first rank keeps anything. Without
     `reads_shards`, every rank reads everything, one by one.
     """
     tensors: dict[str, SyncTensor] = {}
     spans: dict[str, tuple[Interval, ...]] = {}
     stacks: dict[str, str] = {}
-    unattested: set[str] = set()
+    kept: dict[str, tuple[tuple[Interval, ...], ...]] = {}
     for row in model_rows(arch).values():
         for index, (name, shape) in enumerate(zip(row.hf, row.hf_shapes(arch), strict=True)):
             tensor = tensors[name] = SyncTensor(name, shape, row.axis)
@@ -193,23 +194,30 @@ def engine_tensors(arch: Architecture, rollout_tp: int, *, reads_shards: bool, r
                 kind = "gate_up_proj" + kind[kind.index(".") :]
             if numbered and reads_shards:
                 stacks[name] = f"{module}.experts.{kind}"
-            if not reads_shards:
+            if reads_shards and rollout_tp > 1 and is_delta_channels(row, index):
+                kept[name] = tuple(_delta_intervals(arch, rank, rollout_tp) for rank in range(rollout_tp))
+            elif numbered and reads_shards and rollout_ep == 1 and isinstance(row, Replicated):  # a bias after a sum
+                kept[name] = (((0, tensor.length),), *[()] * (rollout_tp - 1))
+            if not reads_shards or name in kept:
                 spans[name] = ((0, tensor.length),) * rollout_tp
             elif row.expert is not None and rollout_ep > 1:
                 owner = row.ep_rank(arch, rollout_tp)
                 spans[name] = tuple((0, tensor.length if rank == owner else 0) for rank in range(rollout_tp))
             else:
                 spans[name] = tuple(_span(row, index, tensor.length, arch, r, rollout_tp) for r in range(rollout_tp))
-            is_on_one = (
-                isinstance(row, Replicated) and row.expert is not None and rollout_ep == 1
-            )  # a bias, after a sum
-            if (is_on_one or isinstance(row, DeltaConvolution)) and reads_shards and rollout_tp > 1:
-                unattested.add(name)
-    return EngineTensors(tensors, spans, stacks, frozenset(unattested))
+    return EngineTensors(tensors, spans, stacks, kept)
+
+
+def _delta_intervals(arch: Architecture, rank: int, ranks: int) -> tuple[Interval, ...]:
+    """Returns an engine rank's channels of q, of k, and of v of a gated delta net."""
+    assert arch.delta is not None
+    sizes = (arch.delta.key_size, arch.delta.key_size, arch.delta.value_size)
+    first = itertools.accumulate(sizes[:2], initial=0)
+    return tuple((a + n * rank // ranks, a + n * (rank + 1) // ranks) for a, n in zip(first, sizes, strict=True))
 
 
 def _span(row: WeightRow, index: int, length: int, arch: Architecture, rank: int, ranks: int) -> Interval:
-    if isinstance(row, (Replicated, HeadsNorm, DeltaConvolution)):
+    if isinstance(row, (Replicated, HeadsNorm)):
         return 0, length
     if isinstance(row, Vocabulary):
         size = -(-length // ENGINE_VOCABULARY_MULTIPLE) * ENGINE_VOCABULARY_MULTIPLE // ranks

@@ -299,6 +299,11 @@ def _delta_channels(arch: Architecture, head: int) -> Iterator[tuple[int, int, i
     yield 0, 2 * delta.key_size + head * values, values
 
 
+def is_delta_channels(row: WeightRow, index: int) -> bool:
+    """Returns whether tensor `index` of a row has all q, then all k, then all v of a gated delta net."""
+    return isinstance(row, DeltaConvolution) or (isinstance(row, DeltaInput) and len(row.hf) == 4 and index == 0)
+
+
 def is_layered(row: WeightRow) -> bool:
     """Returns whether a row of a table is one parameter per layer."""
     return "{layer}" in row.megatron
@@ -336,15 +341,16 @@ def decoder_table(arch: Architecture, expert_names: tuple[str, str, str, str] = 
     if arch.delta is not None:
         attention = [replace(row, layers="full") for row in attention] + _delta_net(arch.delta.is_fused)
     layer = [*attention, *_mlp(arch, *expert_names)]
-    if arch.post_norms:  # models/layers/modules.py
+    if arch.has_norms_after:  # models/layers/modules.py
         norms = {
             "self_attention.linear_proj.post_norm.weight": "post_attention_layernorm.weight",
             "mlp.linear_fc2.post_norm.weight": "post_feedforward_layernorm.weight",
         }
         layer += [Replicated(_MCORE + mcore, (_HF + hf,)) for mcore, hf in norms.items()]
-    else:
+    if not arch.post_norms:
         layer.insert(0, Replicated(_MCORE + "input_layernorm.weight", (_HF + "input_layernorm.weight",)))
-        before_mlp = Replicated(_MCORE + "pre_mlp_layernorm.weight", (_HF + "post_attention_layernorm.weight",))
+        hf_name = "pre_feedforward_layernorm" if arch.sandwich_norms else "post_attention_layernorm"
+        before_mlp = Replicated(_MCORE + "pre_mlp_layernorm.weight", (_HF + hf_name + ".weight",))
         layer.insert(1 + len(attention), before_mlp)
     embedding = Vocabulary("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     head = [] if arch.tied else [Vocabulary("output_layer.weight", ("lm_head.weight",))]

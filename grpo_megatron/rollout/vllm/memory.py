@@ -20,6 +20,8 @@ from grpo_megatron.types import WeightBucket
 _FUSED = {  # last part of a module's Hugging Face name -> vLLM's module, the tensors in it from top to bottom
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", ("q_proj", "k_proj", "v_proj"))),
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", ("gate_proj", "up_proj"))),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z"), ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"))),
+    **dict.fromkeys(("in_proj_b", "in_proj_a"), ("in_proj_ba", ("in_proj_b", "in_proj_a"))),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa"))),
 }
 _EXPERTS = ".experts"
@@ -225,7 +227,12 @@ class EngineMemory:
                 digests.append(place.digests(getattr(place.layer, place.parameter)))
             else:
                 digests.append(self._at_hook[place])
-        return dict(zip(names, torch.cat(digests).tolist() if digests else [], strict=True))
+        if not names:
+            return {}
+        rows = {name: row for row, name in enumerate(dict.fromkeys(names))}  # a tensor may have several places
+        values, row_of = torch.cat(digests), torch.tensor([rows[name] for name in names])
+        sums = values.new_zeros(len(rows)).index_add_(0, row_of.to(values.device), values)
+        return dict(zip(rows, sums.tolist(), strict=True))
 
     def _decide(self) -> None:
         """Decides which parameters are live, of those that are undecided."""
@@ -258,11 +265,14 @@ def _places(model: nn.Module, engine: EngineTensors, engine_rank: int) -> Iterat
         if hasattr(module, "w13_weight"):  # some module within `experts`, or this itself
             modules[name.partition(_EXPERTS)[0] + _EXPERTS] = module
     for unit, names in engine.units(engine_rank).items():
-        tensors, span = [engine.tensors[name] for name in names], engine.spans[names[0]][engine_rank]
-        if names[0] in engine.groups:
-            yield _expert_place(modules, unit, tensors, span)
-        elif names[0] not in engine.unattested:
-            yield _Place(unit, *_find(modules, unit, engine, engine_rank), tensors, span)
+        tensors, spans = [engine.tensors[name] for name in names], engine.intervals(names[0], engine_rank)
+        if names[0] in engine.groups:  # what a rank does not keep is zero there, and so is the digest
+            yield _expert_place(modules, unit, tensors, engine.spans[names[0]][engine_rank])
+            continue
+        layer, parameter, offset = _find(modules, unit, engine, engine_rank)
+        for start, stop in spans:
+            yield _Place(unit, layer, parameter, offset, tensors, (start, stop))
+            offset += stop - start
 
 
 def _find(
@@ -279,7 +289,7 @@ def _find(
             f"vLLM's model has no parameter for {name}: its memory cannot be compared with the weights sent"
         )
     before = [f"{prefix}.{part}.{parameter}" for part in parts[: parts.index(last)]]
-    offset = sum(stop - start for start, stop in (engine.spans[other][engine_rank] for other in before))
+    offset = sum(stop - start for other in before for start, stop in engine.intervals(other, engine_rank))
     return modules[f"{prefix}.{fused}"], parameter, offset
 
 

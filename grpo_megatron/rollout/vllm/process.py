@@ -110,7 +110,9 @@ def build_llm(setup: EngineSetup) -> tuple[Any, Any]:
             arguments["hf_overrides"] = _without_quantization
         # A step that lacks room for an image divides its prompt, which only a GPU can. The largest image must always fit.
         prompts_per_step = 1 if device.is_cuda else rollout.sequences
-        _load_model_class(setup.model_path, setup.max_model_len * prompts_per_step if has_images else 0)
+        architectures = _load_model_class(setup.model_path, setup.max_model_len * prompts_per_step if has_images else 0)
+        if architectures:
+            arguments["hf_overrides"] = {"architectures": architectures}
         llm = vllm.LLM(model=str(setup.model_path), dtype=setup.dtype, **arguments)
         llm.init_weight_transfer_engine({"init_info": {}})
     return llm, vllm.SamplingParams
@@ -155,8 +157,10 @@ def preload() -> None:
     atexit.register(os._exit, 0)
 
 
-def _load_model_class(folder: Path | str, image_tokens: int) -> None:
-    """Imports the model's class here, before vLLM starts another Python to do so.
+def _load_model_class(folder: Path | str, image_tokens: int) -> list[str]:
+    """Imports the model's class here, before vLLM starts another Python to do so. Returns the names of the classes.
+
+    Where no images are read, a model with a tower is that of its decoder: Qwen3_5ForCausalLM.
 
     vLLM inspects a class that it has not imported in a process of its own, so as not to initialise CUDA in this one, and
     caches the result in ~/.cache/vllm. With an empty cache every rank starts such a process, which imports torch and vLLM:
@@ -166,14 +170,19 @@ def _load_model_class(folder: Path | str, image_tokens: int) -> None:
     """
     from vllm import ModelRegistry
 
-    config = json.loads((Path(folder) / "config.json").read_bytes())
-    for name in config.get("architectures") or ():
+    names = json.loads((Path(folder) / "config.json").read_bytes()).get("architectures") or []
+    if not image_tokens:
+        decoders = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+        names = [new if new in ModelRegistry.models else old for new, old in zip(decoders, names, strict=True)]
+    for name in names:
         if name in ModelRegistry.models:  # others are left to vLLM, which may have a replacement
-            with importing_models() if image_tokens else contextlib.nullcontext():
+            # vLLM's file of Qwen3.5 has its tower, too.
+            with importing_models() if image_tokens or name.startswith("Qwen3_5") else contextlib.nullcontext():
                 model = ModelRegistry.models[name].load_model_cls()
             if image_tokens:
                 serve_images(model, image_tokens)
             ModelRegistry.register_model(name, model)
+    return names
 
 
 @functools.cache
