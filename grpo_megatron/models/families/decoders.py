@@ -192,7 +192,7 @@ def _text_of(family: ModelFamily) -> ModelFamily:
     """Returns the family of folders that have the decoder's settings in `text_config`. Their tower is not read."""
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
-        kept = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
+        kept: dict[str, Any] = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
         return family.architecture_from({**config["text_config"], **kept})
 
     return ModelFamily(architecture_from, family.weight_table)
