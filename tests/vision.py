@@ -48,7 +48,7 @@ QWEN3: dict[str, Any] = {
     "rope_theta": 100.0,  # so that the last angles, which turn with the time alone, matter
     "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [8, 4, 4]},
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 TOP_LEVEL = {"tie_word_embeddings", *(name for name in COMMON if name.endswith("token_id") and "os_" not in name)}
 TOWERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {

@@ -21,6 +21,7 @@ from grpo_megatron.config import MegatronConfig
 from grpo_megatron.device import Device
 from grpo_megatron.models.build import build_model
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.layers.spec import gelu_tanh
 from grpo_megatron.models.weights import sharded_state
 from grpo_megatron.models.weights.hf_folder import save_hf
 from grpo_megatron.models.weights.plain_data import read_table
@@ -187,7 +188,8 @@ def loaded(tasks: list[tuple[tuple[Path, Path], int, int, int]]) -> list[dict[st
 def assert_describes(args: Any, config: Any) -> None:
     """The arguments in common.pt are those of the model that the checkpoint loads into (the others: `megatron_fields`)."""
     assert getattr(args, "num_experts", None) == config.num_moe_experts
-    assert args.norm_epsilon == config.layernorm_epsilon and args.swiglu == config.gated_linear_unit
+    assert args.norm_epsilon == config.layernorm_epsilon
+    assert args.swiglu == (config.gated_linear_unit and config.activation_func is not gelu_tanh)
 
 
 @ranks()

@@ -132,6 +132,7 @@ def test_models_beside_the_policy_and_the_warm_up_are_named(tmp_path: Path, caps
     stages = [one.stage for one in result.partings]
     assert stages == [
         "critic weights",
+        "reward model losses 1",
         "reward model gradients 1",
         "reward model gradient norm 1",
         "reward model weights",
