@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import architecture_of, hf_shapes, table_of
+from grpo_megatron.models.weights.file_names import parts_of_stack
 from grpo_megatron.models.weights.hf_folder import SafetensorsFolder, write_tensors
 from grpo_megatron.models.weights.stream import WeightsError, engine_tensors
 from grpo_megatron.models.weights.table import QKV, GateUp, Vocabulary, WeightRow, expand_table
@@ -164,3 +165,14 @@ def test_experts_in_mxfp4_are_transformers(tmp_path: Path) -> None:
     assert SafetensorsFolder(tmp_path).tensors.keys() == {
         f"{prefix}.gate_up_proj_{part}" for part in ("blocks", "scales")
     }
+
+
+def test_a_stack_that_does_not_show_its_layout_is_refused() -> None:
+    """2 x the experts' width is the model's: published, and as transformers saves it, it has the same shape."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert [part[0].split(".")[-2] for part in parts_of_stack(name, (1, 8, 12), "qwen3_vl_moe", 8)] == [
+        "gate_proj",
+        "up_proj",
+    ]
+    with pytest.raises(WeightsError, match="does not show if they are transposed, as published, or not"):
+        list(parts_of_stack(name, (1, 8, 8), "qwen3_vl_moe", 8))

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from grpo_megatron.models.weights.stream import WeightsError
+
 
 class StackLayout(NamedTuple):
     """Every expert in a stack is [columns, rows]; gate and up have their rows in turn. Else [rows, columns]; gate, then up."""
@@ -126,13 +128,19 @@ def parts_of_stack(
 ) -> Iterable[tuple[str, Part, tuple[int, ...]]]:
     """Yields name, place and shape of the table's tensors in a stack; nothing for another tensor.
 
-    `name`: the published one. `hidden`: the model's size h, by which Qwen's stacks show whether they are transposed.
+    `name`: the published one. `hidden`: the model's size h, by which Qwen's stacks show whether they are transposed. Raises
+    WeightsError where they do not.
     """
     match = _STACK.fullmatch(name) if model_type in STACKS else None
     if not match or len(shape) != (2 if match[3] else 3):
         return
     kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
     is_alternating = STACKS[model_type].is_alternating
+    if STACKS[model_type] == StackLayout(is_transposed=True, is_alternating=False) and shape[1] == shape[2]:
+        raise WeightsError(
+            f"{name} is {list(shape)}: with experts as wide as the model it does not show if they are transposed, as published,"
+            " or not, as transformers saves them; write one tensor per expert (mlp.experts.0.gate_proj.weight, ...)"
+        )
     is_transposed = not match[3] and (is_alternating or shape[2 if len(kinds) > 1 else 1] != hidden)
     all_rows, *columns = shape[:0:-1] if is_transposed else shape[1:]
     rows, step = all_rows // len(kinds), len(kinds) if is_alternating else 1
