@@ -131,7 +131,7 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
     def rule(ours: str) -> tuple[str, Convert]:
         def convert(value: Any, settings: Settings) -> Mapping[str, Any] | str:
             if settings.get(switch) in OFF or value in OFF:
-                return {} if settings.get(switch) in OFF else NotNeeded()
+                return {} if settings.get(switch) in OFF else NotNeeded("off, as here")
             if ours == "dropout":
                 return {"actor.lora.dropout": value, "actor.lora.mode": "split"}
             if ours == "exclude_modules" and "visual" in str(value):  # a vision tower has no adapters here
@@ -145,7 +145,7 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
         return f"actor.lora.{ours}", convert
 
     return {
-        switch: ("actor.lora.rank", lambda *_: NotNeeded()),
+        switch: ("actor.lora.rank", lambda *_: NotNeeded("its other keys decide")),
         **{theirs: rule(ours) for ours, theirs in names.items()},
     }
 

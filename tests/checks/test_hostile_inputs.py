@@ -111,7 +111,13 @@ CONFIG_JSON: list[tuple[dict[str, Any] | str, str]] = [
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false', not true or false"),
     ({"model_type": "os:getcwd"}, "model_type='os:getcwd' is not supported"),  # only model.family may name a module
     (
-        {"model_type": "mixtral", "num_local_experts": 60_000, "num_experts_per_tok": 2, "num_hidden_layers": 99},
+        {
+            "model_type": "mixtral",
+            "num_local_experts": 60_000,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 99,
+            "layer_types": None,
+        },
         "99 layers of 60000 experts",
     ),
     ('{"model_type": "qwen2", "vocab_size": ' + "9" * 5000 + "}", "has an integer of 5,000 digits; at most 100"),

@@ -159,12 +159,12 @@ def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_teacher_must_fit_the_policy(run: Path, tmp_path: Path) -> None:
-    """Its layers, its vocabulary and its tokens; of another family and size it fits."""
+    """Its layers and its tokens; of another family, another size and with fewer rows of a vocabulary it fits."""
     sizes = {**runs.SIZES, "num_hidden_layers": 3, "num_key_value_heads": 4}
     path = ["teachers.large.path=REWARD"]
     smaller = tiny.make_model(tmp_path / "smaller", "mistral", **{**sizes, "vocab_size": 90})
     runs.write_tokenizer(smaller)
-    assert any("it has no probability of the ids from 90 on" in line for line in problems(run, smaller, path))
+    assert problems(run, smaller, path) == []
     other = tiny.make_model(tmp_path / "model", "mistral", **{**sizes, "vocab_size": 128})
     runs.write_tokenizer(other)
     assert problems(run, other, [*path, "algorithm.adv_estimator=zero"]) == []

@@ -180,7 +180,8 @@ def test_every_config_converts_or_is_refused(path: Path, tmp_path: Path, capsys:
     source = folders.write(tmp_path / "hf", config, "bfloat16")
     wanted = tensors_of(source)
     extras = ["model.layers.2.eh_proj.weight"] if config.get("num_nextn_predict_layers") else []
-    extras += ["mtp.fc.weight", "model.visual.merger.weight"] if "linear_conv_kernel_dim" in str(config) else []
+    extras += ["mtp.fc.weight"] if "linear_conv_kernel_dim" in str(config) else []
+    extras += ["model.visual.merger.weight"] if "text_config" in config and extras else []
     if extras:  # layers after the last, and a tower that is not read, go along
         wanted |= {name: torch.ones(3) for name in extras}
         folders.put(source, wanted)

@@ -109,11 +109,11 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
         row.get("sync/density", 0) > 0 for row in metric_rows(tmp_path / "halves") if "sync/bytes_received" in row
     ] == [0, 1, 0]
     traces = [TraceFolder(tmp_path / name).steps for name in ("whole", "halves")]
-    assert traces[0] == traces[1] and [len(stages) for stages in traces[0].values()] == [24] * 3
+    assert traces[0] == traces[1] and [len(stages) for stages in traces[0].values()] == [28] * 3
     for step in (0, 1):  # the trace's own digests, of shards, and the sync's
         assert traces[0][step]["weights"] == traces[0][step + 1]["engine weights"]
     kept = [len(list((tmp_path / name / "trace").glob("step_*.bin"))) for name in ("whole", "halves")]
-    assert kept == [3, 2]
+    assert kept == [4, 2]  # the first one with the weights at the start
     assert_seam(tmp_path / "halves")
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last step moved weights

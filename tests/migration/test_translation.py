@@ -173,7 +173,7 @@ def test_variables_of_a_script_and_settings_that_it_does_not_name(
     lora = config.actor.lora
     assert (config.rollout.n, lora.rank, lora.alpha, lora.dropout) == (4, 4, 9, 0.0)
     assert 'train_dataset="${rows}"' in written  # assigned twice
-    assert "peft" not in written and "lora_dropout" not in written
+    assert "peft_config" not in written and "lora_dropout=0.0: off, as here" in written
     for is_terminal, count in ((False, 2), (True, 1)):
         capsys.readouterr()
         monkeypatch.setattr("sys.stdout.isatty", lambda is_terminal=is_terminal: is_terminal)
