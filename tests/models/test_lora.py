@@ -67,7 +67,7 @@ EXPERTS_TOO = [
 EXPERTS_TOO += [("glm4_moe", "split", {}), ("qwen3_5_moe", "merged", {})]
 CASES = {  # layout -> (family, mode, override)
     "1": DENSE + WHOLE + EXPERTS_TOO,
-    "TP2+SP": DENSE + WHOLE + EXPERTS_TOO,
+    "TP2+SP": DENSE + WHOLE + EXPERTS_TOO[1::2],  # EP2 has all
     "TP2": DENSE[:3],
     "PP2": [DENSE[0], DENSE[3]],
     "TP4": [DENSE[0], DENSE[1], *WHOLE[2:]],  # 2 groups of heads

@@ -87,11 +87,15 @@ class Scripted:
         think = self.think + self.random.choice(["left\n", "right, or\n\nnot \n"])
         answer = "\n".join(self.random.choice(["Go.", " a wall? ", CALL]) for _ in range(self.random.randint(1, 2)))
         text = f"{think}</think>\n\n{answer}" if self.random.random() < 0.8 else answer
+        if len(self.ends) == 2 and self.random.random() < 0.5:
+            text = "\n<think>left</think>\nGo."  # with GLM's own white space, so that a row may go on
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if self.random.random() < 0.15:
             ids = ids[: len(ids) // 2 + 1]
         else:
-            ids.append(self.tokenizer.convert_tokens_to_ids(self.ends[-1 if self.role == "tool" else 0]))
+            end = self.ends[-1 if self.role == "tool" else 0]  # GLM's model names who speaks next; it may be wrong
+            end = self.random.choice(self.ends) if self.random.random() < 0.6 else end
+            ids.append(self.tokenizer.convert_tokens_to_ids(end))
         self.log.append((list(request.prompt_ids), ids))
 
     def poll(self) -> list[tuple[str, Completion]]:

@@ -145,7 +145,7 @@ class Branching(FakeAnswers):
             return Answer([1, 2, t.row["number"]])
         if t.num_generated == 3:
             return Answer([], reward=0.25 + json.loads(t.key)[2], done=True)
-        return Answer([50 + t.num_generated] * 10, branch=True)
+        return Answer([50 + t.num_generated] * 10, reward=0.5, branch=True)
 
 
 @pytest.mark.parametrize("graded", [False, True])
@@ -155,14 +155,17 @@ def test_a_branch_is_a_sample_with_the_reward_of_the_end(monkeypatch: pytest.Mon
     pool = FakeRewardPool(lambda text, number: RewardResult(0.0)) if graded else None
     samples, engine, _ = draw(1, greedy=True, pool=pool)
     assert [sample.index for sample in samples] == [GREEDY, 0, 1, BRANCH, BRANCH + 1, 2 * BRANCH, 2 * BRANCH + 1]
-    assert [sample.reward for sample in samples] == [-0.75, 0.25, 1.25] + 2 * [0.25, 1.25]
+    assert [sample.reward for sample in samples] == [0.25, 1.25, 2.25] + 2 * [
+        1.25,
+        2.25,
+    ]  # the branches' turns earn 0.5
     assert [s.prompt.prompt_ids for s in samples[1::2]] == [(52,) * 8, (1, 2, 1), (51,) * 8]
     assert samples[1].response_ids[:2] == [52, 52] and samples[5].response_ids[:2] == [51, 51]
     assert [s.turns[0].kind for s in samples[1::2]] == ["observation", "assistant", "observation"]
     assert all(
         s.loss_mask == [int(t.kind == "assistant") for t in s.turns for _ in range(t.start, t.end)] for s in samples
     )
-    assert {s.status for s in samples} == {"ok"} and [len(s.turn_rewards) for s in samples] == [1, 1, 1, 0, 0, 0, 0]
+    assert {s.status for s in samples} == {"ok"} and [len(s.turn_rewards) for s in samples] == [1] * 7
     assert len({request.seed for _, request in engine.requests}) == 9  # each turn has samples of its own
     if pool is not None:
         assert len(pool.items) == 3  # a branch is not graded
