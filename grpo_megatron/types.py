@@ -8,6 +8,7 @@ the sequence that the model reads, and of every length that counts tokens to com
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -194,6 +195,7 @@ class GroupTable:
     def __len__(self) -> int:
         return len(self.prompt_index)
 
+    @functools.cached_property
     def trajectories(self) -> list[list[int]]:
         """Row numbers of each trajectory's sequences, as they were played: the last one has the end. In order of the ends."""
         rows: dict[tuple[int, int], list[int]] = {}
@@ -203,7 +205,7 @@ class GroupTable:
 
     def joined(self) -> GroupTable:
         """One row per trajectory: its sequences' responses, one after the other, as if they were one."""
-        parts = self.trajectories()
+        parts = self.trajectories
         if len(parts) == len(self):
             return self
         columns = {
@@ -238,7 +240,7 @@ class GroupTable:
     def spread(self, of_trajectories: Sequence[Any]) -> list[Any]:
         """Gives each row the number that was found for its trajectory in `joined`, or its own part of a list of tokens."""
         values: list[Any] = [None] * len(self)
-        for rows, value in zip(self.trajectories(), of_trajectories, strict=True):
+        for rows, value in zip(self.trajectories, of_trajectories, strict=True):
             start = 0
             for row in rows:
                 end = start + self.response_length[row]

@@ -501,7 +501,7 @@ def row_weights(
     """
     norm_length = actor.loss_scale_factor or float(max_response_length)
     num_tokens = table.num_kept_tokens or table.num_loss_tokens()
-    trajectories = table.trajectories()
+    trajectories = table.trajectories
     weights = [0.0] * len(trajectories)
     for mini in range(len(mini_batches[0])):
         present = set(_rows_on_all_ranks(mini_batches, mini))
@@ -515,7 +515,7 @@ def row_weights(
 
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
     """Per row. The estimator compares trajectories: the sequences of one are one response to it, however many they are."""
-    can_train = [any(trainable[row] for row in rows) for rows in table.trajectories()]
+    can_train = [any(trainable[row] for row in rows) for rows in table.trajectories]
     return table.spread(_estimated(table.joined(), algorithm, can_train))
 
 

@@ -105,15 +105,17 @@ def shares_of(batch: Batch, rows: list[int]) -> list[Share]:
     A row is whole where less than half of its prompt would be shared (`types.is_shared`), and where its known routes of the
     shared tokens are others than theirs: one copy has one choice of experts.
     """
+    routes = [batch.routes[row] for row in rows] if batch.routes is not None else None
+    if not batch.shares_prompts:
+        return [Share(0, None if routes is None else routes[place]) for place in range(len(rows))]
     sizes: list[int] = []
-    routes = [batch.routes[row].clone() for row in rows] if batch.routes is not None else None
     whole = 0  # the place of the last whole row
     for place, row in enumerate(rows):
-        size = _num_common(batch, rows[whole], row) if batch.shares_prompts and place else 0
+        size = _num_common(batch, rows[whole], row) if place else 0
         if size and routes is not None:
             known, own = routes[whole][:size], routes[place][:size]
             if bool(((own == known) | (own < 0) | (known < 0)).all()):
-                routes[whole][:size] = torch.maximum(known, own)  # -1: unknown
+                routes[whole] = torch.cat([torch.maximum(known, own), routes[whole][size:]])  # -1: unknown
             else:
                 size = 0
         whole = whole if size else place

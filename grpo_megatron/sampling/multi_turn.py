@@ -317,15 +317,15 @@ class EnvironmentAnswers:
 
     def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
         """Returns the tokens of the next turn's prompt that are new, and whether they are a whole one."""
-        request, is_first = step.request, not trajectory.turns
+        request, begins = step.request, not trajectory.turns or step.request.branch
         if step.done:
             return [], False  # nothing reads it
         if request.prompt is not None:
-            return self._raw(request.prompt, is_first=is_first or request.branch), request.branch
-        if (is_first or request.branch) and not self.renderer.rewrites:
-            return self.renderer.prompt(step.messages, request.tools), request.branch
+            return self._raw(request.prompt, is_first=begins), request.branch
         if self.renderer.rewrites:
             return self._whole(trajectory, step)
+        if begins:
+            return self.renderer.prompt(step.messages, request.tools), request.branch
         ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
         return self.renderer.observation(self._shortened(step.messages), ended_with_eos=ended), False
 
