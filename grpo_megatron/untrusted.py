@@ -273,6 +273,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_integer)  # js
 MAX_YAML = 1 << 18  # bytes; PyYAML reads some 100 KB in a second
 MAX_LEVELS = 50  # tables and lists within each other
 MAX_NODES = 20_000  # values, with each alias counted in full
+EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+\Z")
 TOO_DEEP = f"more than {MAX_LEVELS} tables and lists within each other"
 TAG = "tag:yaml.org,2002:"
 PLAIN: dict[type, tuple[str, ...]] = {  # kind of a node -> its tags
@@ -350,6 +351,9 @@ class _PlainLoader(yaml.SafeLoader):
             return self.construct_object(node)
         except (ValueError, OverflowError, LookupError) as error:  # of an explicit tag: `!!int x`
             raise _mistake(f"{shown(node.value)} is no {node.tag.removeprefix(TAG)}", node) from error
+
+
+_PlainLoader.add_implicit_resolver(f"{TAG}float", EXPONENT, list("-+0123456789"))  # as YAML 1.2; PyYAML wants 1.0e-3
 
 
 def _mistake(problem: str, node: Any) -> yaml.YAMLError:

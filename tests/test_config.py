@@ -24,10 +24,11 @@ def path(tmp_path: Path) -> Path:
 
 def test_values_come_from_file_then_overrides_then_defaults(path: Path) -> None:
     overrides = ["actor.optim.lr=1e-5", "data.train_files=[a.jsonl, b.jsonl]", "actor.clip_ratio_c=null"]
+    overrides += ["~sft", "~actor.optim.betas", "data.val_files=*.jsonl"]  # of keys that are not in the file, too
     overrides += ["actor.megatron.override_transformer_config.fp8=hybrid", "rollout.seed=2", "rollout.seed=16"]
     config = load_config(path, overrides)
     assert config.rollout.n == 4 and config.rollout.engine_kwargs == {"quantization": "fp8"}
-    assert config.actor.optim.lr == 1e-5  # YAML 1.1 reads 1e-5 as text; it is still a number
+    assert config.actor.optim.lr == 1e-5  # YAML 1.1 reads 1e-5 as text
     assert config.data.train_files == [Path("a.jsonl"), Path("b.jsonl")]
     assert config.actor.clip_ratio_c is None
     assert config.actor.megatron.override_transformer_config == {"fp8": "hybrid"}  # a section that was not there
@@ -88,6 +89,7 @@ def test_optimizer_steps_of_five_training_steps(
     ("override", "expected"),
     [
         ("rollout.nn=3", "unknown key 'rollout.nn'"),
+        ("~actor.optim.lrr", "there is no key 'actor.optim.lrr'; did you mean 'actor.optim.lr'?"),
         ("rolout.n=3", "did you mean 'rollout'?"),
         ("optim.lr=1e-3", "unknown key 'optim'; did you mean 'actor.optim' or"),
         ("epochs=3", "unknown key 'epochs'; did you mean 'actor.ppo_epochs' or"),

@@ -1,6 +1,7 @@
 """An agent that knows nothing of training: it asks a model by OpenAI's client, lets it call a calculator, and prints its reward.
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... OPENAI_MODEL=... python openai_agent.py <<< '{"row": {"prompt": ..., "answer": ...}}'
+A client costs 0.05 s and the first use of one 0.1 s, so this one is made where the module is imported: once for all trajectories.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ CALCULATOR = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
 }
+CLIENT = OpenAI(base_url="http://set.by.main", api_key="set by main")
+COMPLETIONS = CLIENT.chat.completions  # the library imports it at its first use
 
 
 def compute(arguments: str) -> str:
@@ -35,11 +38,13 @@ def compute(arguments: str) -> str:
 def main() -> None:
     """Two turns at most; right is the number in <answer>."""
     row = json.loads(sys.stdin.readline())["row"]
-    client, model = OpenAI(), os.environ["OPENAI_MODEL"]
+    client = CLIENT.with_options(base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
     messages: list[Any] = [{"role": "user", "content": row["prompt"]}]
     calls = 0
     for _ in range(2):
-        answer: Any = client.chat.completions.create(model=model, messages=messages, tools=[CALCULATOR])  # type: ignore[list-item]
+        answer: Any = client.chat.completions.create(
+            model=os.environ["OPENAI_MODEL"], messages=messages, tools=[CALCULATOR]
+        )  # type: ignore[list-item]
         message = answer.choices[0].message
         messages.append(message)
         if not message.tool_calls:

@@ -151,7 +151,10 @@ def reward_lines(config: Config, trials: Sequence[RewardTrial]) -> Iterator[tupl
     for trial in trials:
         right, wrong = trial.right.result, trial.wrong.result
         name = trial.prompt.reward
-        yield "reward", f"{name}: {_value(right)} for the right answer, {_value(wrong)} for the wrong one (see below)"
+        of_right, of_wrong = (
+            ("the right answer", "the wrong one") if trial.prompt.answer else ("an empty text", "another")
+        )
+        yield "reward", f"{name}: {_value(right)} for {of_right}, {_value(wrong)} for {of_wrong} (see below)"
         parts = resolved_components(config) if name == COMPOSITE else []
         for part in parts:
             when = "" if part["gate"] is None else f" where {_condition(Gate(**part['gate']))}"
@@ -170,9 +173,11 @@ def trial_lines(trials: Sequence[RewardTrial]) -> Iterator[tuple[str, str]]:
     """Yields (name, text) for the printed plan: the two responses of each trial."""
     for trial in trials:
         uid = trial.prompt.uid
-        yield "right answer", f"{shown(trial.right.text, 400)} has the reward {_value(trial.right.result)}"
-        yield "", f"(the reference answer of {uid}; form: {trial.form.description})"
-        yield "wrong answer", f"{shown(trial.wrong.text, 400)} has the reward {_value(trial.wrong.result)}"
+        right, wrong = ("right answer", "wrong answer") if trial.prompt.answer else ("empty text", "other text")
+        yield right, f"{shown(trial.right.text, 400)} has the reward {_value(trial.right.result)}"
+        of_right = f"the reference answer of {uid}; form: {trial.form.description}"
+        yield "", f"({of_right if trial.prompt.answer else f'{uid} has no reference answer'})"
+        yield wrong, f"{shown(trial.wrong.text, 400)} has the reward {_value(trial.wrong.result)}"
         for tried, result in (("right", trial.right.result), ("wrong", trial.wrong.result)):
             if result.message:
                 yield f"  {tried} one", cut(result.message, 400)
@@ -244,7 +249,7 @@ def _warnings(trial: RewardTrial) -> Iterator[str]:
                 " time; make it grade each sample for itself, or declare compares=True"
             )
             break
-    if trial.is_told_apart:
+    if trial.is_told_apart or not trial.prompt.answer:
         return
     yield (
         f"the reward {trial.prompt.reward} does not prefer the right answer of {trial.prompt.uid}:"

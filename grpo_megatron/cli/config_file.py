@@ -21,6 +21,7 @@ from grpo_megatron.config.options import COMMAND_NAME
 from grpo_megatron.config.problems import CHANGE_ME, KEY_MARK, Problem
 from grpo_megatron.config.section import config_keys, reason_and_remedy
 from grpo_megatron.config.tables import read_yaml_table
+from grpo_megatron.registry import did_you_mean
 from grpo_megatron.untrusted import MAX_LEVELS, REDACTED, ReadError, cut, parse_yaml, shown
 
 Defaults = Callable[[dict[str, Any]], dict[str, Any]]  # the file's content -> `section.key` -> value
@@ -59,7 +60,9 @@ def load_config(path: Path | str, overrides: Sequence[str] | None = None, defaul
     if len(mistakes) > MAX_EXPLAINED:
         problems.append(Problem(f"and {len(mistakes) - MAX_EXPLAINED:,} more keys are wrong"))
     if problems or config is None:
-        keys = {key for problem in wrong for key in problem.keys} | {key for one in mistakes for key in _named_by(one)}
+        keys = {key for problem in problems for key in problem.keys} | {
+            key for one in mistakes for key in _named_by(one)
+        }
         if "method" in keys:  # the checks have seen other defaults than were meant
             keys |= {key for method in methods().values() for key in method.keys}
         raise WrongKeys(problems, config, keys)
@@ -88,13 +91,20 @@ def read_raw(path: Path | str, overrides: Sequence[str] | None = None) -> tuple[
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     if override.startswith("~"):
-        _take_out(raw, override[1:].split("."), is_missing=False, is_exact=True)
+        name = override[1:]
+        names = [key.name for key in config_keys(Config)]
+        is_known = any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for key in names)
+        if not _take_out(raw, name.split("."), is_missing=False, is_exact=True) and not is_known:
+            hint = did_you_mean(name, names) or f"; {COMMAND_NAME} keys lists them"
+            raise ConfigError(f"override {shown(override)}: there is no key {shown(name)}{hint}")
         return
     key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {shown(override)} is not of the form section.key=value")
     try:
-        parsed = parse_yaml(value)
+        parsed = (
+            value if value.startswith("*") else parse_yaml(value)
+        )  # a pattern of files: there is no alias on one line
     except ReadError as error:
         raise ConfigError(f"override {shown(override)}: the value is not valid YAML: {error}") from error
     *sections, leaf = key.split(".")
@@ -146,8 +156,10 @@ def _once_per_place(errors: Sequence[Any], raw: Any) -> list[Any]:
     return list(places.values())
 
 
-def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool, is_exact: bool = False) -> None:
+def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool, is_exact: bool = False) -> bool:
     """Remove the value at `location`, or the deepest table or list entry on the way that is there; `is_exact`: the value alone.
+
+    Returns whether something was removed.
 
     Where a key is missing, the table that lacks it goes, unless it is a section of the file.
     """
@@ -156,11 +168,13 @@ def _take_out(raw: Any, location: Sequence[Any], *, is_missing: bool, is_exact: 
     for part in location[:-1] if is_missing and len(location) > 2 else location:
         if not _has(node, part):
             if is_exact:
-                return
+                return False
             break
         place, node = (node, part), node[part]
-    if place is not None and not (is_missing and len(location) <= 2):
-        del place[0][place[1]]
+    if place is None or (is_missing and len(location) <= 2):
+        return False
+    del place[0][place[1]]
+    return True
 
 
 def _has(node: Any, part: Any) -> bool:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from grpo_megatron import __version__
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import methods
@@ -206,6 +207,7 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
         description="GRPO training of language models on Megatron-Core.",
         epilog=f"{COMMAND_NAME} COMMAND --help lists the options of a command.",
     )
+    parser.add_argument("--version", action="version", version=f"{COMMAND_NAME} {__version__}")
     names = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         if command.help is not None:

@@ -350,6 +350,7 @@ def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow
 
     Raises ValueError for a row that the task cannot read, or that no reward can grade.
     """
+    task.check_columns(row)
     question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
     return question, answer, task.reward_of(row, answer) if reward is None else reward, row
 

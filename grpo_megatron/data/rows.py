@@ -95,7 +95,7 @@ def missing_field(fields: Sequence[str], row: dict[str, Any]) -> ValueError:
 
 def type_name(value: Any) -> str:
     """Name the type of a JSON value, for messages."""
-    names = {dict: "an object", list: "a list", str: "a string", type(None): "null"}
+    names = {dict: "an object", list: "a list", str: "a string", type(None): "null", int: "a number", float: "a number"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -303,7 +303,12 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _open(path: Path) -> RowFile:
     if path.suffix not in FORMATS:
-        raise ConfigError(f"data file {str(path)!r}: the name must end with {' or '.join(FORMATS)}")
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not path.parent.exists()
+        fetch = f"; an id of the Hub: `hf download {path} --repo-type dataset --local-dir {path.name}`, and name FOLDER/SPLIT"
+        what = "" if path.exists() else f"No such file or folder{fetch if is_id else ''}; "
+        raise ConfigError(f"data file {str(path)!r}: {what}the name of a file must end with {' or '.join(FORMATS)}")
+    if str(path).startswith(("http:/", "https:/")):
+        raise ConfigError(f"data file {str(path)!r}: a run downloads no data; fetch the file, and name the copy")
     if glob.has_magic(str(path)) and not path.exists():
         raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
     check_regular(path)
@@ -462,7 +467,7 @@ def files_of_split(path: Path) -> list[Path]:
         return [path]
     if not path.exists():
         splits = _splits_of(path.parent)
-        if path.name in splits or not splits:
+        if path.name in splits or not splits or path.suffix or path.parent == Path():
             return splits.get(path.name, [path])  # a missing file is reported where it is opened
         raise ConfigError(
             f"data folder {shown(str(path.parent))} has no split {path.name!r}; it has {', '.join(sorted(splits))}"

@@ -16,6 +16,7 @@ import importlib
 import json
 import math
 import re
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from fnmatch import fnmatch
@@ -44,6 +45,7 @@ from grpo_megatron.rewards import extractors
 from grpo_megatron.rewards.answers import box_start, last_boxed, tagged_answer
 from grpo_megatron.untrusted import shown
 
+LETTERS = string.ascii_uppercase  # of choices
 PLACEHOLDER = re.compile(r"\{(\w+)\}")  # of a template; other braces are literal
 
 ReadRow = Callable[[dict[str, Any]], tuple[Question, str]]
@@ -55,7 +57,7 @@ class TextFormat(Section):
     `stop`: texts that end a completion. The scripted evaluation cuts before them. In training, `rollout.stop` has them.
     """
 
-    problem: str = "{question}"
+    problem: str | None = None  # null: as `user_prompt`
     example: str = "{solution}\n\n"
     stop: list[Annotated[str, Field(min_length=1)]] = Field([])
 
@@ -142,6 +144,14 @@ class Task:
         """The rewards of the task's rows."""
         return sorted({*self.rewards.values(), *([self.reward] if self.reward else [])})
 
+    def check_columns(self, row: Mapping[str, Any]) -> None:
+        """Raises ValueError where a prompt's template names a column: it would be shown to the model as {name}."""
+        for template in filter(None, (self.user_prompt, self.text.problem)):
+            if columns := [name for name in PLACEHOLDER.findall(template) if name != "question" and name in row]:
+                raise ValueError(
+                    f"the template {shown(template)} knows only {{question}}; name {{{columns[0]}}} in `question`"
+                )
+
     def reward_of(self, row: Mapping[str, Any], answer: str) -> str:
         """Choose the reward of a row. Raises ValueError: none is for its source, or it cannot read the reference answer."""
         if not self.rewards:
@@ -189,11 +199,12 @@ class Task:
         """Write the prompt as text. Raises ValueError when the question is a list of chat messages."""
         if not isinstance(question, str):
             raise ValueError("the question is a list of chat messages, and the prompt is to be plain text")
+        problem = self.text.problem or self.user_prompt or "{question}"
         parts = []
         for example in examples:
-            parts.append(fill_template(self.text.problem, {"question": example.question}))
+            parts.append(fill_template(problem, {"question": example.question}))
             parts.append(fill_template(self.text.example, {"solution": example.solution}))
-        return "".join(parts) + fill_template(self.text.problem, {"question": question})
+        return "".join(parts) + fill_template(problem, {"question": question})
 
 
 def fill_template(template: str, values: Mapping[str, str]) -> str:
@@ -212,7 +223,9 @@ def _first_value(fields: Sequence[str], row: Mapping[str, Any]) -> str | None:
 # -- Rows -> questions and reference answers ---------------------------------------------------------------------------
 # RowFormat reads every row of a run before the start, so its paths for plain rows are short.
 
-AnswerRule = Literal["hashes", "boxed", "unboxed", "tagged", "text", "verbatim", "number", "integer", "list", "any"]
+AnswerRule = Literal[
+    "hashes", "boxed", "unboxed", "tagged", "text", "verbatim", "number", "integer", "letter", "list", "any"
+]
 
 
 class AnswerField(Section):
@@ -220,8 +233,8 @@ class AnswerField(Section):
 
     `hashes`: after the last ####. `boxed`: in the last \\boxed{}. `unboxed`: text, or what its last \\boxed{} holds.
     `tagged`: in the last <answer>...</answer>. `text`: text or a number. `verbatim`: text as it stands, possibly empty.
-    `number`, `integer`: of JSON or as text. `list`: texts or numbers, each with or without $...$, joined by commas. `any`:
-    text as it stands, other values as JSON.
+    `number`, `integer`: of JSON or as text. `letter`: of a choice, or its index from 0, as MMLU has it. `list`: texts or
+    numbers, each with or without $...$, joined by commas. `any`: text as it stands, other values as JSON.
     """
 
     field: str  # "a.b": field b of the object a
@@ -299,10 +312,18 @@ def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) 
     if len(fields) == 1 and template == f"{{{fields[0]}}}":
         return read_question(row, fields[0])
     # a single field keeps all its white space; where several fields are joined, each loses it at both ends
-    values = {field: text_field(row, field) for field in fields}
+    values = {field: _choices(row, field) or text_field(row, field) for field in fields}
     if len(fields) > 1:
         values = {field: value.strip() for field, value in values.items()}
     return fill_template(template, values)
+
+
+def _choices(row: dict[str, Any], field: str) -> str:
+    """Letters the choices of a question, a line for each; "" where the field is no list of texts."""
+    choices = row.get(field)
+    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices) or len(choices) > len(LETTERS):
+        return ""
+    return "\n".join(f"{letter}. {one.strip()}" for letter, one in zip(LETTERS, choices, strict=False))
 
 
 def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
@@ -317,6 +338,8 @@ def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
         if value == [] or not all(_is_number(part) or isinstance(part, str) for part in parts):
             raise ValueError(f"field {field!r} is not a list of texts or numbers")
         return ", ".join(_number_text(part) if _is_number(part) else _without_dollars(part) for part in parts)
+    if rule == "letter" and isinstance(value, int) and 0 <= value < len(LETTERS):
+        return LETTERS[value]
     if _is_number(value) and rule in ("text", "number", "unboxed"):
         return _number_text(value)
     if rule == "number" and not isinstance(value, str):

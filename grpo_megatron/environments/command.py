@@ -5,15 +5,16 @@ and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the 
 and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. Its
 stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md). A
 trajectory that goes on elsewhere starts it again and gives it the same answers, so it should be deterministic.
+
+A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
+module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
-import runpy
 import select
 import shutil
 import subprocess
@@ -22,12 +23,12 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_megatron.environments.environment import Environment, Step, environments
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe_exit
+from grpo_megatron.registry import import_function
 
 MAX_STDOUT = 1 << 20  # bytes of stdout
 WHERE = "rollout.multi_turn.kwargs"
@@ -51,7 +52,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
 
 
 def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
-    """Runs ["python", FILE, ...] in a copy of this process."""
+    """Calls the function ["my_agent:main", ...] in a copy of this process."""
     (read_row, write_row), (read_printed, write_printed) = os.pipe(), os.pipe()
     if pid := os.fork():
         os.close(read_row)
@@ -63,10 +64,9 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
         os.dup2(write_printed, 1)
         os.closerange(3, 1024)  # the endpoint's socket, and the connection to the worker
         os.environ.update(variables)
-        sys.stdin, sys.argv, sys.path[:0] = open(0), list(command[1:]), [str(Path(command[1]).parent)]  # noqa: SIM115
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        runpy.run_path(command[1], run_name="__main__")
-        code = 0
+        sys.stdin, sys.stdout, sys.argv = open(0), open(1, "w", closefd=False), list(command)  # noqa: SIM115
+        main: Any = import_function(command[0])
+        code = int(main() or 0)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - as the interpreter does
@@ -76,14 +76,17 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
         os._exit(code)
 
 
+def _is_function(name: str) -> bool:
+    return ":" in name and os.sep not in name
+
+
 @environments.register("command")
 class CommandEnvironment(Environment):
-    """A program as the environment. `command`: program and arguments. `model`: the name that requests must use.
+    """A program as the environment. `command`: program or function, and arguments. `model`: the name that requests must use.
 
-    `format`: how the model writes tool calls. `temperature`: the only one that a request may name,
-    `rollout.temperature`. `imports`: modules that a command ["python", "agent.py", ...] has imported when it is forked,
-    which saves a second of every trajectory. `branches`: a request that does not continue the one before gets a 400
-    (refuse), or begins another sequence, which is a sample of its own (samples).
+    `format`: how the model writes tool calls. `temperature`: the only one that a request may name, `rollout.temperature`.
+    `branches`: a request that does not continue the one before gets a 400 (refuse), or begins another sequence, which is
+    a sample of its own (samples).
     """
 
     gives_rewards = True
@@ -95,29 +98,27 @@ class CommandEnvironment(Environment):
         model: str = "policy",
         format: str = "hermes",
         temperature: float = 1.0,
-        imports: Sequence[str] = (),
         branches: str = "refuse",
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ValueError(f'{WHERE}.command={command!r} is no list of texts; write ["python", "agent.py"]')
-        if shutil.which(command[0]) is None:
-            raise ValueError(f"{WHERE}.command: there is no program {command[0]!r}; name one that can be run")
-        if imports and not (
-            Path(command[0]).name.startswith("python") and len(command) > 1 and Path(command[1]).is_file()
-        ):
-            raise ValueError(f'{WHERE}.imports needs a command ["python", "agent.py", ...], not {list(command)}')
+        self._is_forked = _is_function(command[0])
+        if not self._is_forked and shutil.which(command[0]) is None:
+            raise ValueError(
+                f"{WHERE}.command: there is no program {command[0]!r}; name one that can be run, or a function as my_agent:main"
+            )
         if branches not in ("refuse", "samples"):
             raise ValueError(f"{WHERE}.branches={branches!r}: write refuse or samples")
-        self._command, self._model, self._is_forked = list(command), model, bool(imports)
+        self._command, self._model = list(command), model
         self._settings = model, float(temperature), format, branches == "samples"
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Imports the server, and what a forked program has imported."""
+        """Imports the server, and the module of a function."""
         import grpo_megatron.environments.openai_api  # noqa: F401
 
-        for name in kwargs.get("imports", ()):
-            importlib.import_module(name)
+        if _is_function(str([*kwargs.get("command", ()), ""][0])):
+            import_function(kwargs["command"][0])
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
         """Starts the program, and waits for its first request."""

@@ -413,7 +413,8 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     """Names as `trl grpo` reads them: functions of trl.rewards, or a dotted path. rewards/reward.py knows how to call them."""
     names = [str(name) for name in as_list(value)]
     if own := [name for name in names if name.startswith(SCRIPT)]:
-        return f"a function of a script that trains cannot be imported: move {own[0][len(SCRIPT) :]} to a module of its own"
+        own_names = " and ".join(name[len(SCRIPT) :] for name in own)
+        return f"functions of a script that trains cannot be imported: move {own_names} to a module of their own"
     if OVERLONG in names:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]

@@ -49,6 +49,7 @@ from grpo_megatron.untrusted import (
 )
 
 MAX_OTHER_KEYS = 3  # of a method that a config is near to
+SEE = "see "  # another key of theirs decides
 SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
 VALIDATED = {"data.val_files", "data.val_tasks", "data.val_loss_files"}
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
@@ -112,6 +113,9 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         if rule is not None and rule.table == "refused" and outcome:
             refused.setdefault(rule.note, written)
         num_warnings = len(result.warnings)
+        if isinstance(outcome, str) and outcome.startswith(SEE):
+            named = outcome[len(SEE) :]
+            outcome = type(outcome)(SEE + as_given.get(named, named))
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
             result.warnings[num_warnings:] = [(written, SECRET)]

@@ -56,6 +56,9 @@ class Worker:
         return sum(1 for _, numbers in self.calls if numbers)
 
 
+NO_NUMBERS = ("nan", "inf", "-inf", "none")  # an entry that reads so was meant as a metric
+
+
 class RewardPool(PoolClient):
     """`num_workers` processes; `timeout_s` wall-clock seconds per item; `kwargs` go to every reward function, but
     `components` to the reward COMPOSITE.
@@ -228,11 +231,12 @@ class RewardPool(PoolClient):
             self._results[number] = self._presented(self._items[number].name, result)
 
     def _presented(self, name: str, result: RewardResult) -> RewardResult:
-        """Makes a result's texts printable. Warns of the entries that are no metrics, once for each."""
-        for key in [key for key in result.texts if (name, key) not in self._named]:
-            self._named.add((name, key))
-            message = "reward %r: its entry %r is no finite number, so it is no metric; it is written beside the logged samples"
-            logger.warning(message, name, key)
+        """Makes a result's texts printable. Warns of the entries that were meant as numbers, once for each."""
+        for key, text in result.texts.items():
+            if text.lower() in NO_NUMBERS and (name, key) not in self._named:
+                self._named.add((name, key))
+                message = "reward %r: its entry %r is %s, so it is no metric; it is written beside the logged samples"
+                logger.warning(message, name, key, text)
         if not (result.message or result.texts):
             return result
         message = printable(f"reward {name!r}: {result.message}") if result.message else ""

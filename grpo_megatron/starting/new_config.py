@@ -41,7 +41,7 @@ class InitOptions(Options):
     """The options of `init`."""
 
     program, description = "init", "Write a commented config for a model, a task and a machine."
-    model: Annotated[Path, Argument("a local Hugging Face folder", "MODEL")]
+    model: Annotated[Path, Argument("a Hugging Face folder, or an id of the Hub", "MODEL")]
     task: Annotated[str, Option(f"a task file, or one of {', '.join(task_names())} (default gsm8k)")] = "gsm8k"
     train: Annotated[tuple[str, ...], Option("training rows", "FILE")]
     val: Annotated[tuple[str, ...], Option("held-out rows", "FILE")] = ()
@@ -182,12 +182,20 @@ def _write_value(lines: list[str], override: str) -> None:
                 if not isinstance(table, dict):
                     raise ConfigError(f"{shown(override)}: {shown(part)} is a value, not a section")
             table[names[-1]] = given
-            lines[place] = f"{start} {json.dumps(line_value[name])}"
+            comment = lines[place].partition(" # ")[2]
+            lines[place] = f"{start} {_flow(line_value[name])}" + (f"  # {comment}" if comment else "")
             return
         begin = place + 1
         end = next(
             (at for at in range(begin, end) if lines[at][:1] and not lines[at].startswith("  " * (depth + 1))), end
         )
+
+
+def _flow(value: Any) -> str:
+    """Writes a value on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 def _scalar(value: object) -> str:

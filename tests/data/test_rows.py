@@ -179,7 +179,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         f"data file {str(path)!r}: 7 of 8 rows are wrong:",
         "  line 2: field 'question' is empty",
         "  line 3: field 'question' is missing (fields: 'questoin', 'answer')",
-        "  line 4: field 'question' is int, not a string",
+        "  line 4: field 'question' is a number, not a string",
         "  line 5: is a list, not an object",
         "  line 6: is not JSON (Unterminated string starting at: column 14)",
         "  and 2 more",
@@ -190,7 +190,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("object.json", "{}", "must be a list of objects, not an object"),
-        ("list.json", '[{"question": "x"}, 5]', "row 1: is int, not an object"),
+        ("list.json", '[{"question": "x"}, 5]', "row 1: is a number, not an object"),
         ("rows.tsv", "question", "must end with .jsonl or .json or .csv"),
         ("twice.csv", "question,question\na,b\n", "has a column twice in its header: 'question', 'question'"),
         ("open.csv", 'question\n"a', "is no CSV .unexpected end of data at line 2"),
@@ -204,6 +204,15 @@ def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, 
         _write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, _question)
+
+
+def test_an_id_of_the_hub_and_an_address_are_answered_with_what_to_do() -> None:
+    with pytest.raises(
+        ConfigError, match="'some/set': No such file or folder; an id of the Hub: `hf download some/set --rep"
+    ):
+        read_rows(Path("some/set"), _question)
+    with pytest.raises(ConfigError, match="a run downloads no data"):
+        read_rows(Path("https://x.y/z.jsonl"), _question)
 
 
 def test_mistakes_of_all_files_are_reported_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

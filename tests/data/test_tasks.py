@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data.prompts import parsed_row
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import TASKS_FOLDER, Example, Task, fill_template, get_task, get_tasks, task_names
 from grpo_megatron.rewards import check_reward, extractors
@@ -43,6 +45,22 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
     assert question == shown
 
 
+def test_choices_are_lettered_and_an_index_is_a_letter(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
+    (tmp_path / "mmlu.yaml").write_text(next(b for b in page.split("```yaml\n") if "mmlu" in b).partition("```")[0])
+    task = get_task(str(tmp_path / "mmlu.yaml"))
+    row = {"question": "Which is red?", "choices": ["sky", " blood"], "answer": 1}
+    assert task.read_row(row) == ("Which is red?\nA. sky\nB. blood", "B")
+    assert task.read_row({**row, "answer": "A"})[1] == "A"
+    end = "\nPut the letter of the right choice in \\boxed{}."
+    assert task.plain_text("x") == task.messages("x")[0]["content"] == f"x{end}"
+    with pytest.raises(ValueError, match="'choices' is a list"):
+        task.read_row({**row, "choices": ["a", 2]})
+    wrong = dataclasses.replace(task, user_prompt="{question} {choices}")
+    with pytest.raises(ValueError, match="knows only {question}; name {choices} in `question`"):
+        parsed_row(wrong, None, row)
+
+
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
@@ -54,7 +72,7 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
         ("boxed", {"answer": "1"}, "none of the fields 'problem', 'question', 'prompt' is there"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is null, not a number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": float("inf")}, "not a finite number"),
-        ("arithmetic", {"prompt": "1+1", "answer": 2}, "is int, not a string"),
+        ("arithmetic", {"prompt": "1+1", "answer": 2}, "is a number, not a string"),
         ("jsonl", {"prompt": [], "answer": ""}, "'prompt' is empty"),
         ("jsonl", {"prompt": ["x"], "answer": ""}, "a message must be an object"),
         ("jsonl", {"prompt": [{"role": "user"}], "answer": ""}, "'content' is missing"),

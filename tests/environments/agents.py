@@ -1,4 +1,4 @@
-"""Programs that ask the model by the client of OpenAI, each by its name: `python agents.py NAME`."""
+"""Programs that ask the model by the client of OpenAI, each by its name: `python agents.py NAME`, or the function `main`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 from openai import APITimeoutError, BadRequestError, NotFoundError, OpenAI
 
-CLIENT = OpenAI(max_retries=0)
-ROW: dict[str, Any] = json.loads(sys.stdin.readline())
+CLIENT: OpenAI
+ROW: dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hello"}
 Said = list[dict[str, Any]]
@@ -242,5 +242,12 @@ def no_reward() -> Any:
     return "good"
 
 
+def main() -> None:
+    """Plays the agent of the last argument."""
+    global CLIENT, ROW
+    CLIENT, ROW = OpenAI(max_retries=0), json.loads(sys.stdin.readline())
+    print(json.dumps(globals()[sys.argv[-1]]()))
+
+
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    main()

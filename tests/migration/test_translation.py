@@ -159,7 +159,7 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     )
     (tmp_path / "ours.yaml").unlink()
     config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
-    assert "move brief to a module of its own" in written
+    assert "move brief to a module of their own" in written
     assert 'train_batch_size: "CHANGE_ME"' in written and "number of processes x 4 x 2 samples" in written
 
 

@@ -132,7 +132,7 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for name in ("mcp_tools", "openenv_client"):
+    for name in ("mcp_tools", "openenv_client", "openai_agent"):
         shutil.copy(ROOT / "examples" / "agents" / f"{name}.py", tmp_path)
     blocks = [block for _, block in FENCE.findall(AGENTS.read_text())]
     (tmp_path / "guess.py").write_text(next(block for block in blocks if "class Guess" in block))
