@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import tempfile
 
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problem, Problems, keys_of
 from grpo_megatron.device import count_cuda_devices
 from grpo_megatron.report.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
+from grpo_megatron.untrusted import reason_of
 
 logger = logging.getLogger(__name__)
 NO_DEVICE = "torch sees no CUDA device on this machine"
@@ -24,8 +26,11 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir():
         yield f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield f"{k.trainer.output_dir}: {str(existing)!r} is not writable; choose another"
+    else:
+        try:
+            tempfile.TemporaryDirectory(prefix=".grpo_", dir=existing).cleanup()  # root may do more than it can
+        except OSError as error:
+            yield f"{k.trainer.output_dir}: {str(existing)!r} is not writable ({reason_of(error)}); choose another"
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:

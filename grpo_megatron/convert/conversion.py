@@ -157,20 +157,19 @@ def open_source(folder: Path, *, hf: Path | None = None, family: str | None = No
             raise ConvertError(str(error)) from error
     if (folder / "config.json").exists():
         return HFFolder(folder, family)
-    inside = _model_in(folder)
-    hint = f"; did you mean {str(inside)!r}?" if inside is not None else f" (no config.json, no {FORMAT_FILE})"
+    inside = " or ".join(repr(str(path)) for path in _models_in(folder))
+    hint = f"; did you mean {inside}?" if inside else f" (no config.json, no {FORMAT_FILE})"
     raise ConvertError(f"{str(folder)!r} is neither a Hugging Face folder nor a Megatron-Core checkpoint{hint}")
 
 
-def _model_in(folder: Path) -> Path | None:
-    """Returns the exported model of a run's output folder, or its newest step; its supervised stages have steps too."""
-    if (folder / EXPORT_FOLDER / "config.json").exists():
-        return folder / EXPORT_FOLDER
+def _models_in(folder: Path) -> list[Path]:
+    """Lists the exported model of a run's output folder and its newest step; its supervised stages have steps too."""
+    models = [folder / EXPORT_FOLDER] if (folder / EXPORT_FOLDER / "config.json").exists() else []
     for pattern in ("checkpoints/step_*", "**/step_*"):
         steps = sorted(step.parent.parent for step in folder.glob(f"{pattern}/state/{FORMAT_FILE}"))
         if steps := [step for step in steps if (step / STEP_FILE).exists()]:
-            return steps[-1]
-    return None
+            return [*models, steps[-1]]
+    return models
 
 
 def _part_hint(path: Path) -> str:

@@ -154,10 +154,10 @@ def verify(options: VerifyOptions) -> int:
     other += [f"{n}: shape {list(left[n])} != {list(right[n])}" for n in left if left[n] != right.get(n, left[n])]
     with a.checked(not options.no_hashes), b.checked(not options.no_hashes):
         tensors = _compared(a, b, [name for name in left if left[name] == right.get(name)], options)
-    print(visible("\n".join([_table(tensors), *other])))
+    print(visible("\n".join(filter(None, [_table(tensors), *other]))))
     differing = sum(not tensor.is_equal for tensor in tensors)
     how = f" in {options.dtype}" if options.dtype else ""
-    how += f" within {options.tolerance:g}" if options.tolerance is not None else ""
+    how += "" if options.tolerance is None else f" {_agreement(options.tolerance)}"
     verdict = "DIFFERENT" if differing or other else "the same"
     print(f"{len(tensors)} tensors compared{how}, {differing} differ: the models are {verdict}")
     return int(bool(differing or other))
@@ -178,15 +178,19 @@ def _compared(a: Source, b: Source, names: list[str], options: VerifyOptions) ->
     return out
 
 
+def _agreement(tolerance: float | None) -> str:
+    return "equal" if tolerance is None else f"within {tolerance:g}"
+
+
 def _table(tensors: list[TensorComparison]) -> str:
     """Returns one line per kind of tensor (all layers and experts together), and one per tensor that differs."""
     groups: dict[str, list[TensorComparison]] = {}
     for tensor in tensors:
         groups.setdefault(re.sub(r"\.\d+\.", ".*.", tensor.name), []).append(tensor)
-    lines = [("tensor", "number", "shape", "dtype", "result")]
+    lines = [("tensor", "number", "shape", "dtype", "result")] if tensors else []
     for name, group in groups.items():
         wrong = [t for t in group if not t.is_equal]
-        result = f"{len(wrong)} of {len(group)} differ" if wrong else "equal"
+        result = f"{len(wrong)} of {len(group)} differ" if wrong else _agreement(group[0].tolerance)
         lines.append((name, str(len(group)), str(list(group[0].shape)), group[0].dtype_names, result))
         for tensor in wrong:
             difference = "values equal, dtypes not"
@@ -194,7 +198,7 @@ def _table(tensors: list[TensorComparison]) -> str:
                 count = math.prod(tensor.shape)
                 difference = f"{tensor.differing} of {count} elements, largest {tensor.largest:.3g}"
             lines.append((f"  {tensor.name}", "", str(list(tensor.shape)), tensor.dtype_names, difference))
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    widths = [max((len(line[i]) for line in lines), default=0) for i in range(4)]
     return "\n".join("  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[4]]) for line in lines)
 
 

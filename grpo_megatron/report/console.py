@@ -51,9 +51,7 @@ class Column:
         return f"{value:,.{self.decimals}f}"
 
 
-_VAL_REWARD = Column(
-    "val reward", "val reward", 4, "mean reward on the validation sets: the accuracy, where rewards are 0 or 1"
-)
+_VAL_REWARD = Column("val reward", "val reward", 4, "mean on the validation sets of the reward, or of its entry acc")
 _LENGTH = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
 _ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores")
 _GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")

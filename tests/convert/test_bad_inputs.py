@@ -241,7 +241,7 @@ def test_an_output_folder_of_a_run_leads_to_its_model(tmp_path: Path, refused: R
     assert f"did you mean '{run}/sft/checkpoints/step_000420'?" in refused("to-hf", run / "sft", out)
     (run / "hf").mkdir()
     (run / "hf" / "config.json").write_text("{}")
-    assert f"did you mean '{run}/hf'?" in refused("to-megatron", run, out)
+    assert f"did you mean '{run}/hf' or '{run}/checkpoints/step_000030'?" in refused("to-megatron", run, out)
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
