@@ -21,6 +21,7 @@ SIZES = {  # the messages under test contain these numbers
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+    "head_dim": 32,  # vLLM on the CPU has no smaller ones
     "max_position_embeddings": 128,
     "vocab_size": 101,
 }

@@ -240,7 +240,7 @@ def reward_name_problems(config: Config) -> Problems:
         try:
             check_reward(name, config.reward.kwargs)
         except ValueError as error:
-            yield f"{key}: {error}"
+            yield f"{key}: {error}{f' ({k.reward.kwargs:key})' if 'kwargs' in str(error) else ''}"
         yield from (
             f"{k.reward.kwargs:key}: {problem}" for problem in _judge_problems(name, config.reward.kwargs, config)
         )

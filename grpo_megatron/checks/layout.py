@@ -47,8 +47,7 @@ def placement_problems(config: Config, world_size: int) -> Problems:
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
-
-
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its CPUAttentionBackend, in 0.26 and 0.32
 CPU_STATES = {64, 128}  # sizes of heads of vLLM's gated delta nets on the CPU
 
 FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kernel, or made again without its micro-batch
@@ -126,7 +125,14 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{k.rollout.engine}: vllm 0.26 cannot change the weights of {arch.family}; install vllm 0.32"
     if arch.delta is not None:
         yield from _state_problems(config, arch, arch.delta)
-    if latent is None or config.trainer.device != "cpu" or config.rollout.engine != "vllm":
+    if config.trainer.device != "cpu" or config.rollout.engine != "vllm" or not config.has_rollouts:
+        return
+    if latent is None and arch.head_dim not in CPU_HEADS:
+        yield (
+            f"{k.rollout.engine} on the CPU: its attention has heads of {', '.join(map(str, CPU_HEADS))}, and this model's have"
+            f" {arch.head_dim}; set rollout.engine=transformers, or use a model with such heads"
+        )
+    if latent is None:
         return
     if not is_newest():
         yield (

@@ -406,7 +406,7 @@ def _teachers(config: Config) -> Problems:
     for name, teacher in config.teachers.items():
         key = marked(f"teachers.{name}")
         if sum(one is not None for one in (teacher.path, teacher.self, teacher.url)) != 1:
-            yield f"{key} needs either path, or self=start or current, or url; set one of them"
+            yield f"{key} needs either path, or self=start or current, or url; set exactly one of them"
         yield from _server_problems(config, name, teacher)
         if teacher.adapters is not None and teacher.path is None:
             yield f"{key}.adapters={str(teacher.adapters)!r} need the model that they adapt; set {key}.path to it"

@@ -160,7 +160,7 @@ def test_seven_mistakes_of_seven_kinds_in_one_error(
     user_run: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = write_config(user_run, here / "run.yaml", **SECTIONS)
-    with mock.patch.object(phases, "device_bytes", return_value=1 << 20):
+    with mock.patch.object(phases, "device_bytes", return_value=3 << 20):
         before = sorted(here.rglob("*"))
         found = started_problems(capsys, "train", config)
         assert sorted(here.rglob("*")) == before
@@ -174,13 +174,13 @@ def test_a_plan_lists_a_shortage_with_the_other_mistakes(
     user_run: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Alone it is the plan's verdict."""
-    command = ["plan", str(user_run / "run.yaml"), "trainer.device=auto", "--gpu", "0.001"]
+    command = ["plan", str(user_run / "run.yaml"), "trainer.device=auto", "--gpu", "0.004"]
     found = started_problems(capsys, *command, "rollout.n=1")
     assert "rollout.n=1" in found[0] and all("does not fit a device of 0.00 GiB" in text for text in found[1:])
     assert len(found) > 1
     assert not [text for text in started_problems(capsys, *command, "rollout.n=1", f"{TP}=3") if "phase" in text]
     assert main.main(command) == 2
-    assert "DOES NOT FIT 0.001 GiB" in capsys.readouterr().out.splitlines()[-1]
+    assert "DOES NOT FIT 0.004 GiB" in capsys.readouterr().out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_check_of_wrong_inputs_is_left_out(
         "reward.function=user_code_of_mistakes:reward",
         "trainer.device=auto",
     ]
-    with mock.patch.object(phases, "device_bytes", return_value=1 << 20):
+    with mock.patch.object(phases, "device_bytes", return_value=4 << 20):
         found = started_problems(capsys, *command, "trainer.projct_name=x", wrong)
     found = [text for text in found if "projct" not in text and "phase" not in text]
     assert len(found) == number, found

@@ -500,6 +500,8 @@ BF16 = {"model": {"path": "m", "dtype": "bfloat16"}}
 OF_FAMILIES: list[tuple[dict[str, Any], dict[str, Any], str | None]] = [
     (V3, {}, None),
     (OLMO, {}, None),
+    ({**OLMO, "head_dim": 16}, {}, "and this model's have 16; set rollout.engine=transformers"),
+    ({**OLMO, "head_dim": 16}, {"rollout": {"engine": "transformers"}}, None),
     (V3, FP8, "fp8.recipe=blockwise: FP8 is not supported for latent attention (deepseek_v3)"),
     ({**V3, "kv_lora_rank": 256}, {}, "kernels for kv_lora_rank=512 and qk_rope_head_dim=64 only, and"),
     ({**V3, "kv_lora_rank": 256}, {"rollout": {"engine": "my.module:Engine"}}, None),

@@ -138,7 +138,7 @@ TEACHER teachers.t.max_prompt_length=9 => has no effect without prompt_column
 teachers.t.self=current => teaches nothing without a prompt_column
 teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype
 teachers.t.self=current distillation.kl=forward distillation.top_k=0 => has another output head in each step
-TEACHER SERVER => teachers.t needs either path, or self=start or current, or url; set one of them
+TEACHER SERVER => teachers.t needs either path, or self=start or current, or url; set exactly one of them
 TEACHER teachers.t.model=m => teachers.t.model and api_key_env are of a server; set url, or leave them out
 SERVER teachers.t.url=host:1 => teachers.t.url='host:1' is no http address
 SERVER teachers.t.api_key_env=NO_SUCH_KEY => teachers.t.api_key_env='NO_SUCH_KEY': this environment variable is not set
