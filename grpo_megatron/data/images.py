@@ -179,7 +179,7 @@ class ImageFormat:
         marks = sum(text.count(IMAGE_MARK) for text in texts)
         if marks not in (0, count):
             raise ValueError(
-                f"the prompt has {IMAGE_MARK} {marks} times, and the row {count} images; write it once for each"
+                f"the prompt has {IMAGE_MARK} {marks} times, and the row has {count} images; write it once for each"
             )
         parted = [
             dict(message, content=_parts(text) if IMAGE_MARK in text else text)

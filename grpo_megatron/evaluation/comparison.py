@@ -42,7 +42,10 @@ def print_comparison(options: CompareOptions) -> int:
     """Print the paired comparison of two results; returns the exit code."""
     a, b = read_result(options.a), read_result(options.b)
     rows = compare_results(a, b, any_template=options.any_template)
-    print(json.dumps(rows, indent=1) if options.as_json else visible(paired_table(rows)))
+    if options.as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print(visible(f"A: {a['model']['path']}\nB: {b['model']['path']}\n{paired_table(rows)}"))
     return 0
 
 

@@ -64,7 +64,8 @@ def grader_of(task: str) -> str:
             raise ValueError(f"task {task!r} has no reward of its own; name a reward")
         check_reward(name)
     except ValueError as error:
-        raise ConfigError(f"cannot grade task {task!r}: {error}") from None
+        what = "grade task" if task in task_names() else "grade with"
+        raise ConfigError(f"cannot {what} {task!r}: {error}") from None
     return name
 
 

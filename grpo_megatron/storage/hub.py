@@ -38,7 +38,7 @@ def model_folder(path: Path, *, weights: bool = True) -> Path:
     What the cache has is taken as it is, whatever the Hub has by now; else it is fetched, without `weights` only the
     files beside them. Raises ReadError.
     """
-    if path.exists() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
+    if path.exists() or path.parent.is_dir() or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(path)):
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

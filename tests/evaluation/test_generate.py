@@ -241,7 +241,7 @@ def test_a_chat_has_its_images_in_every_turn(
     asker = FakeAsker(settings.model, TextEngine(tokenizer, script))
     lines: Iterator[str] = iter(["a <image> or <image>", "One", "<image>?", "<|image_pad|>", "/new", "Two", "/quit"])
     hold_chat(settings, asker, lambda _: next(lines))
-    assert "<image> 2 times, and the row 1 images" in capsys.readouterr().err
+    assert "<image> 2 times, and the row has 1 images" in capsys.readouterr().err
     first, second, new = asked
     pads = "<|vision_start|>" + 4 * "<|image_pad|>" + "<|vision_end|>"
     assert f"user\n{pads}One<" in first and f"{pads}One<" in second and "<image><" in second and "<image>?<" in second
@@ -254,7 +254,7 @@ def test_a_chat_has_its_images_in_every_turn(
         (["--prompt", "x", "--image", "none.png"], "--image none.png: 'none.png' cannot be read"),
         (["--prompt", "x", "--image", "rows.jsonl"], "is no PNG, JPEG, WEBP, BMP, GIF file"),
         (["--file", "rows.jsonl", "--image", "0.png"], "--image with --file: the rows of a file name their images"),
-        (["--prompt", "<image> <image>", "--image", "0.png"], "<image> 2 times, and the row 1 images"),
+        (["--prompt", "<image> <image>", "--image", "0.png"], "<image> 2 times, and the row has 1 images"),
         (["--prompt", "<|image_pad|>", "--image", "0.png"], "the prompt has '<|image_pad|>', which the chat template"),
         (["--prompt", "x", "--image", "0.png", "--format", "text"], "has images, which a chat template places; set --format"),
         (["--prompt", "x", "--image", "0.png", "--model", "text"], "--image 0.png: the model 'text' reads no images"),

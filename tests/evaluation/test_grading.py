@@ -65,7 +65,7 @@ def test_names_of_graders() -> None:
     assert [grader_of(task) for task in ("math500", "olympiadbench", "svamp", "math", "gsm8k_strict")] == [
         *("math", "math", "gsm8k", "math", "gsm8k_strict")
     ]
-    with pytest.raises(ConfigError, match="cannot grade task 'gsm9k': unknown reward 'gsm9k'; did you mean 'gsm8k'"):
+    with pytest.raises(ConfigError, match="cannot grade with 'gsm9k': unknown reward 'gsm9k'; did you mean 'gsm8k'"):
         grader_of("gsm9k")
     with pytest.raises(ConfigError, match="task 'gsm8k_lm_eval' has no reward of its own; name a reward"):
         grader_of("gsm8k_lm_eval")
