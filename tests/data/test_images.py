@@ -204,7 +204,7 @@ def test_in_a_row_without_images_marks_and_placeholders_are_text(folder: Path, t
     ("row", "message"),
     [
         ({"prompt": "<image>", "images": ["pictures/0.png"] * 2}, "has <image> 1 times, and the row has 2 images"),
-        ({"prompt": "<image><image>", "image": "pictures/0.png"}, "has <image> 2 times, and the row 1 images"),
+        ({"prompt": "<image><image>", "image": "pictures/0.png"}, "has <image> 2 times, and the row has 1 images"),
         ({"prompt": f"a {PAD}", "image": "pictures/0.png"}, f"the prompt has '{PAD}', which the chat template writes"),
         (
             {"prompt": content_of({"type": "image", "image": "pictures/0.png"}), "image": "pictures/0.png"},
