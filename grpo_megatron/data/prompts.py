@@ -29,7 +29,7 @@ from grpo_megatron.data.rows import Messages, Question, RowSet, read_question
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, decoded_by_file, render_chat, tokenizer_classes
-from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought
+from grpo_megatron.rewards.reward import PIXELS, RewardItem, opened_thought, reads_answer
 from grpo_megatron.types import BY_MODEL, Prompt, PromptImage
 from grpo_megatron.untrusted import shown
 
@@ -351,7 +351,12 @@ def parsed_row(task: Task, reward: str | None, row: dict[str, Any]) -> ParsedRow
     Raises ValueError for a row that the task cannot read, or that no reward can grade.
     """
     task.check_columns(row)
-    question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
+    try:
+        question, answer = task.read_unanswered(row) if reward == BY_MODEL else task.read_row(row)
+    except ValueError:
+        if reward is None or reads_answer(reward):
+            raise
+        question, answer = task.read_unanswered(row)
     return question, answer, task.reward_of(row, answer) if reward is None else reward, row
 
 

@@ -47,6 +47,7 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         raise
     except BaseException as error:  # transformers raises many kinds; tokenizers a PanicException, which is no Exception
         reason = str(error).strip().partition("\n")[0][:300]
+        reason = "there is none of its files" if reason.endswith("from one of: ") else reason
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
         ) from error

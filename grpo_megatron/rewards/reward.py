@@ -9,6 +9,7 @@ must not depend on the others unless it is declared with `compares=True`. docs/r
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -155,6 +156,15 @@ def read_signature(function: Callable[..., Any], *, batch: bool = False) -> Rewa
         return RewardSignature("ours", names, required, others, batch)
     named = _names(_after_two(parameters))
     return RewardSignature("position", ("completion", "answer", *named), required & {*named}, others, batch)
+
+
+@functools.cache
+def reads_answer(name: str) -> bool:
+    """Says whether a reward may read the reference answer; only a user's function that names what it reads need not."""
+    if ":" not in name:
+        return True
+    signature = read_signature(rewards.get(name))
+    return signature.form != "ours" or signature.takes_others or "answer" in signature.names
 
 
 def _names(parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:

@@ -167,7 +167,14 @@ def write_model(out: Path, options: ModelOptions) -> None:
         if (tokenizer_dir / file).exists():
             shutil.copyfile(tokenizer_dir / file, out / file)
     named = _name_tokens(out, options)
-    tokenizer = load_tokenizer(out if named else tokenizer_dir, DataConfig())
+    try:
+        tokenizer = load_tokenizer(out if named else tokenizer_dir, DataConfig())
+    except ConfigError as error:
+        text = str(error).partition(", so no response could end; ")
+        remedy = "name one: --eos-token TOKEN" if text[1] else ""
+        raise ConfigError(
+            "".join(text[:2]).replace("set model.tokenizer_path to", "--tokenizer names") + remedy
+        ) from error
     if "model_type" not in raw:
         raise ConfigError("the model config has no model_type; is it a Hugging Face config.json?")
     if named:  # else transformers warns that the tokenizer may be one of Mistral's

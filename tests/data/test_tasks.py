@@ -84,6 +84,21 @@ def test_wrong_rows(task: str, row: dict[str, Any], message: str) -> None:
         get_task(task).read_row(row)
 
 
+def brief(completion: str, want: int) -> float:
+    return float(len(completion) <= want)
+
+
+def test_a_row_needs_the_answer_only_where_something_reads_it() -> None:
+    row, task = {"prompt": "p", "want": 3}, get_task("jsonl")
+    assert parsed_row(task, f"{__name__}:brief", row) == ("p", "", f"{__name__}:brief", row)
+    assert parsed_row(task, f"{__name__}:brief", {**row, "answer": {"a": 1}})[1] == ""
+    assert parsed_row(task, f"{__name__}:brief", {**row, "answer": "x"})[1] == "x"
+    with pytest.raises(ValueError, match="'answer' is missing"):
+        parsed_row(task, "gsm8k", row)
+    with pytest.raises(ValueError, match="'prompt' is missing"):
+        parsed_row(task, f"{__name__}:brief", {"want": 3})
+
+
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     names = "gsm8k gsm8k_cot8 gsm8k_lm_eval gsm8k_r1 math math500 math_minerva4 svamp olympiadbench aime amc"
     names += " minerva r1 boxed arithmetic products two_hops jsonl verl trl geometry3k geoqa"

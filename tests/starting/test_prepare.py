@@ -152,6 +152,10 @@ def test_a_tokenizer_that_names_no_end_gets_a_remedy_that_works(
             path.unlink()
     assert _model(tmp_path / "m", *arguments, "--tokenizer", folder, "--eos-token", "<end>") == 2
     assert "--eos-token '<end>' is no token of the tokenizer; it has '<pad>'" in capsys.readouterr().err
+    assert _model(tmp_path / "m", *arguments, "--tokenizer", folder) == 2
+    assert "has no eos_token; name one: --eos-token TOKEN" in capsys.readouterr().err.replace(
+        ", so no response could end", ""
+    )
     assert _model(tmp_path / "m", *arguments, "--tokenizer", folder, "--eos-token", "<eos>") == 0
     assert json.loads((tmp_path / "m/tokenizer_config.json").read_text())["eos_token"] == "<eos>"
     with pytest.raises(ConfigError, match="has no eos_token") as raised:
