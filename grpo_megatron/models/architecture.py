@@ -589,6 +589,11 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
         if config.get(key) not in values:
             what = "shared experts" if "shared" in key else "layers without experts"
             raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
+    if renormalise and config.get("norm_topk_prob", True) is False:
+        raise UnsupportedModel(
+            f"{family} with norm_topk_prob=false: transformers scales the weights of a token's experts to sum to 1 all the"
+            " same, and vLLM would not; set norm_topk_prob=true in config.json, if the model was trained so"
+        )
     # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
     num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
     experts_per_token, size = config["num_experts_per_tok"], config[width]
