@@ -496,7 +496,11 @@ def rope_settings(config: dict[str, Any], rotary: float | None = None) -> dict[s
 
     config.json has either `rope_parameters` (transformers 5) or the older keys. `rotary`: see `common_settings`.
     """
-    merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"config.json gives {key}={shown(value)}, not an object")
+    merged = {**given["rope_scaling"], **given["rope_parameters"]}
     theta = merged.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = merged.get("rope_type", merged.get("type", "default"))
     out: dict[str, Any] = {"rope_theta": float(theta)}

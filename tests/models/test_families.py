@@ -174,6 +174,9 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
     ("gemma3_text", {"rope_scaling": YARN}, "RoPE scaling 'yarn' of its layers with full attention is not supported"),
     ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_scalar=0, not a number from 0.001 to 1e+09"),
+    ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor=-1, num_experts_per_tok=6: the first must be"),
+    ("gpt_oss", {"layer_types": [{}] * 4}, "each of the 4 layers must have sliding_attention or full_attention"),
+    ("gpt_oss", {"rope_parameters": "yarn"}, "config.json gives rope_parameters='yarn', not an object"),
     ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
     (
         "gpt_oss",

@@ -79,7 +79,8 @@ def window_settings(config: dict[str, Any], has_window: Callable[[int], bool]) -
     layers, kinds = range(config["num_hidden_layers"]), config.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if has_window(layer) else "full_attention" for layer in layers]
-    if not {*kinds} <= {"sliding_attention", "full_attention"} or len(kinds) != len(layers):
+    is_list = isinstance(kinds, list) and all(kind in ("sliding_attention", "full_attention") for kind in kinds)
+    if not is_list or len(kinds) != len(layers):
         raise UnsupportedModel(
             f"{config['model_type']} with layer_types={shown(kinds)}: each of the {len(layers)} layers must have"
             " sliding_attention or full_attention"
@@ -222,7 +223,9 @@ def _text_of(family: ModelFamily) -> ModelFamily:
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
         kept: dict[str, Any] = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
-        return family.architecture_from({**config["text_config"], **kept})
+        if not isinstance(text := config["text_config"], dict):
+            raise UnsupportedModel(f"config.json gives text_config={shown(text)}, not an object")
+        return family.architecture_from({**text, **kept})
 
     return ModelFamily(architecture_from, family.weight_table)
 
