@@ -591,6 +591,8 @@ def test_the_page_of_models_says_what_the_checks_refuse(row: list[str], monkeypa
     split = Config.model_validate(
         {"model": {"path": "m", "exact": True}, "actor": {"lora": {"rank": 8, "mode": "split"}}}
     )
+    replay = Config.model_validate({"model": {"path": "m"}, "actor": {"moe": {"route_replay": "engine"}}})
+    assert (experts == "yes") == (not texts(layout.route_problems(replay, arch)))
     assert (experts == "yes", images == "yes") == (bool(arch.num_experts), arch.vision is not None)
     assert (lora == "merged") == any(
         "has a norm between" in text for text in texts(lora_problems(split, {"actor": arch}))

@@ -129,7 +129,7 @@ def test_a_killed_run_of_each_family_goes_on(workspace: Path, tmp_path: Path, fa
     """Its second step is repeated, with the bits of an undisturbed run. Experts are divided over both ranks."""
     if family == "qwen3_vl_moe":
         vision.make_model(tmp_path / "model", family)
-        rows = [{"prompt": f"{n}?", "images": ["drawn.png"] * (n % 2), "answer": "1"} for n in range(9)]
+        rows = [{"prompt": f"{n}?", "images": ["drawn.png"] if n % 2 else None, "answer": "1"} for n in range(9)]
         for name in ("train", "val"):
             write_rows(tmp_path / f"data/{name}.jsonl", rows)
         vision.draw(0, 56, 84).save(tmp_path / "data/drawn.png")

@@ -29,13 +29,11 @@ class RouteTable:
         self._dtype = np.dtype(f"i{route_itemsize(first.global_num_experts)}")
         if on_cuda:
             return
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
-
         (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
         cache = self._runner.kv_cache_config
-        # Only layers of full attention keep a request's slots to its end: windows and gated delta nets give theirs away.
-        kinds = [isinstance(group.kv_cache_spec, FullAttentionSpec) for group in cache.kv_cache_groups]
-        self._group = kinds.index(True)
+        # Only layers of full attention keep a request's slots to its end: windows give theirs away, and states have none.
+        windows = [getattr(group.kv_cache_spec, "sliding_window", 0) for group in cache.kv_cache_groups]
+        self._group = windows.index(None) if None in windows else 0
         self._layer_name = cache.kv_cache_groups[self._group].layer_names[0]
         num_slots = cache.num_blocks * cache.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._table = np.full((num_slots, len(routers), first.top_k), -1, dtype=self._dtype)
