@@ -110,8 +110,10 @@ class SafetensorsFolder:
                 slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - no dict
                 return {n: StoredTensor(file, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
         except (SafetensorError, OSError) as error:
-            if file.is_file() and file.open("rb").read(len(LFS_POINTER)) == LFS_POINTER:
-                return f"{file}: a pointer of Git LFS in place of the file; fetch it (git lfs pull)"
+            if isinstance(error, SafetensorError):
+                with file.open("rb") as start:
+                    if start.read(len(LFS_POINTER)) == LFS_POINTER:
+                        return f"{file}: a pointer of Git LFS in place of the file; fetch it (git lfs pull)"
             return f"{file}: not a readable safetensors file ({error})"
 
     def __enter__(self) -> SafetensorsFolder:
