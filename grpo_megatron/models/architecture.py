@@ -496,7 +496,11 @@ def rope_settings(config: dict[str, Any], rotary: float | None = None) -> dict[s
 
     config.json has either `rope_parameters` (transformers 5) or the older keys. `rotary`: see `common_settings`.
     """
-    merged = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    given = {key: config.get(key) or {} for key in ("rope_scaling", "rope_parameters")}
+    for key, value in given.items():
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"config.json gives {key}={shown(value)}, not an object")
+    merged = {**given["rope_scaling"], **given["rope_parameters"]}
     theta = merged.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = merged.get("rope_type", merged.get("type", "default"))
     out: dict[str, Any] = {"rope_theta": float(theta)}
@@ -589,6 +593,11 @@ def expert_settings(config: dict[str, Any], *, width: str, renormalise: bool) ->
         if config.get(key) not in values:
             what = "shared experts" if "shared" in key else "layers without experts"
             raise UnsupportedModel(f"{family} with {key}={config[key]}: {what} are not supported beside experts")
+    if renormalise and config.get("norm_topk_prob", True) is False:
+        raise UnsupportedModel(
+            f"{family} with norm_topk_prob=false: transformers scales the weights of a token's experts to sum to 1 all the"
+            " same, and vLLM would not; set norm_topk_prob=true in config.json, if the model was trained so"
+        )
     # transformers 5 writes num_local_experts for every family. Qwen3-MoE on the hub has num_experts.
     num_experts = config["num_local_experts" if "num_local_experts" in config else "num_experts"]
     experts_per_token, size = config["num_experts_per_tok"], config[width]

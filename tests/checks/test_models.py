@@ -407,10 +407,12 @@ def test_fp8_is_of_the_decoder(tmp_path: Path) -> None:
         ({"deepstack_visual_indexes": [16, 8]}, r"deepstack_visual_indexes=\[16, 8\] must be increasing"),
         ({"num_hidden_layers": 2}, "no more than the decoder's 2 layers"),
         ({"hidden_act": "gelu"}, "vision_config.hidden_act='gelu'"),
+        ({"norm_topk_prob": False}, "qwen3_vl_moe_text with norm_topk_prob=false: transformers scales the weights"),
     ],
 )
 def test_what_qwen3_vl_cannot_have_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    config = copy.deepcopy(published_config("Qwen3-VL-8B-Instruct"))
+    size = "30B-A3B" if "norm_topk_prob" in changes else "8B"
+    config = copy.deepcopy(published_config(f"Qwen3-VL-{size}-Instruct"))
     for key, value in changes.items():
         next(part for part in (config, config["vision_config"], config["text_config"]) if key in part)[key] = value
     with pytest.raises(UnsupportedModel, match=message):
@@ -591,6 +593,8 @@ def test_the_page_of_models_says_what_the_checks_refuse(row: list[str], monkeypa
     split = Config.model_validate(
         {"model": {"path": "m", "exact": True}, "actor": {"lora": {"rank": 8, "mode": "split"}}}
     )
+    replay = Config.model_validate({"model": {"path": "m"}, "actor": {"moe": {"route_replay": "engine"}}})
+    assert (experts == "yes") == (not texts(layout.route_problems(replay, arch)))
     assert (experts == "yes", images == "yes") == (bool(arch.num_experts), arch.vision is not None)
     assert (lora == "merged") == any(
         "has a norm between" in text for text in texts(lora_problems(split, {"actor": arch}))

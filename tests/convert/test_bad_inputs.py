@@ -109,6 +109,42 @@ def test_missing_extra_and_misshapen_are_all_named(hf: Path, refused: Refused) -
     assert f"{Q} has dtype int64, supported: float32, bfloat16, float16" in error
 
 
+STACK = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def _in_float_scales(tensors: dict[str, torch.Tensor]) -> None:
+    experts, columns, rows = tensors.pop(STACK).shape
+    tensors[f"{STACK}_blocks"] = torch.zeros(experts, rows, columns // 32, 16, dtype=torch.uint8)
+    tensors[f"{STACK}_scales"] = torch.full((experts, rows, columns // 32), 127.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda t: t.update({Q.replace("model.", "model.language_model."): t[Q] + 1}),
+            f"the same tensor of the model ({Q})",
+        ),
+        (
+            lambda t: t.update({STACK.replace("gate_up_proj", "3.up_proj.weight"): t[Q]}),
+            "the same tensor of the model (model.",
+        ),
+        (
+            lambda t: t.update({f"{STACK}_bias": t[f"{STACK}_bias"][:4]}),
+            "missing model.layers.0.mlp.experts.4.gate_proj.bias",
+        ),
+        (_in_float_scales, f"unexpected {STACK}_scales"),
+        (lambda t: t.pop("model.layers.0.self_attn.sinks"), "missing model.layers.0.self_attn.sinks"),
+    ],
+)
+def test_hostile_stacks_of_experts(change: Any, message: str, tmp_path: Path, refused: Refused) -> None:
+    hf = folders.write(tmp_path / "hf", folders.config_of("gpt_oss", num_hidden_layers=2))
+    tensors = tensors_of(hf)
+    change(tensors)
+    put(hf, {name: tensor.clone() for name, tensor in tensors.items()})
+    assert message in refused("to-megatron", hf)
+
+
 def test_several_dtypes_need_a_choice(hf: Path, tmp_path: Path, refused: Refused) -> None:
     rewrite(hf, lambda tensors: tensors.update({Q: tensors[Q].bfloat16()}))
     error = refused("to-megatron", hf)
@@ -167,6 +203,8 @@ def test_a_layout_that_does_not_divide(flag: str, error: str, hf: Path, tmp_path
 
 
 def test_pickled_weights_are_not_read(hf: Path, refused: Refused) -> None:
+    next(hf.glob("*.safetensors")).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "a pointer of Git LFS in place of the file; fetch it" in refused("to-megatron", hf)
     for file in hf.glob("*.safetensors*"):
         file.unlink()
     torch.save({}, hf / "pytorch_model.bin")

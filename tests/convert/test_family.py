@@ -13,11 +13,11 @@ from grpo_megatron.convert.options import VerifyOptions
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families.decoders import ModelFamily
 from grpo_megatron.models.weights.table import WeightRow, decoder_table
-from tests.models import seed_oss
+from tests.models import ministral3
 
-CONFIG = {"model_type": "seed_oss", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
-CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "attention_bias": True}
-NO_BIAS = ModelFamily(lambda config: replace(seed_oss.architecture_from(config), qkv_bias=False), decoder_table)
+CONFIG = {**ministral3.CONFIG, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 512}
+CONFIG |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+BIASED = ModelFamily(lambda config: replace(ministral3.architecture_from(config), qkv_bias=True), decoder_table)
 
 
 def _swapped(arch: Architecture) -> list[WeightRow]:
@@ -26,7 +26,7 @@ def _swapped(arch: Architecture) -> list[WeightRow]:
     return [replace(row, hf=row.hf[::-1]) if "linear_fc1" in row.megatron else row for row in rows]
 
 
-SWAPPED = ModelFamily(seed_oss.architecture_from, _swapped)
+SWAPPED = ModelFamily(ministral3.architecture_from, _swapped)
 
 
 @pytest.fixture
@@ -39,15 +39,15 @@ def folder(tmp_path: Path) -> Path:
     ("family", "code", "lines"),
     [
         pytest.param(
-            "tests.models.seed_oss:FAMILY",
+            "tests.models.ministral3:FAMILY",
             0,
             ["TP2     equal", "the family and transformers agree"],
             marks=pytest.mark.soak,
         ),
         (
-            "tests.convert.test_family:NO_BIAS",
+            "tests.convert.test_family:BIASED",
             1,
-            ["only in transformers' files: model.layers.0.self_attn.k_proj.bias [64]"],
+            ["only in the family's table: model.layers.0.self_attn.k_proj.bias [128]"],
         ),
         (
             "tests.convert.test_family:SWAPPED",
@@ -65,5 +65,5 @@ def test_a_family_is_proven(
 
 
 def test_a_large_model_is_refused_before_anything_is_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert convert(VerifyOptions(a=folder, family="tests.models.seed_oss:FAMILY")) == 2
+    assert convert(VerifyOptions(a=folder, family="tests.models.ministral3:FAMILY")) == 2
     assert "verify computes with 50,000,000 at most" in capsys.readouterr().err

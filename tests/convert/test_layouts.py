@@ -39,7 +39,7 @@ from tests.worlds import ranks
 LAYOUTS = {
     4: {
         (1, 1): ["llama2", "qwen2-tied"],
-        (2, 1): ["qwen3", "llama3", "olmo2"],
+        (2, 1): ["qwen3", "llama3", "olmo2", "seed_oss"],
         (1, 2): ["mistral", "qwen2-tied"],
         (2, 2): ["qwen2", "llama3", "qwen3", "gemma3"],
         (4, 1): ["qwen2", "llama3"],

@@ -19,6 +19,7 @@ from tests import tiny
 from tests.convert import folders
 from tests.convert.folders import convert, same_bits, tensors_of
 from tests.files import CONFIGS
+from tests.models import ministral3
 
 pytestmark = pytest.mark.both_stacks
 SMALL_BLOCKS = 3000  # elements: cuts the tensors of the tiny models into several blocks, as in a 70B model
@@ -42,11 +43,11 @@ def test_bitwise(family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_family_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`--family` in all four commands. Without it, the error names the key that would help."""
-    own = "tests.models.seed_oss:FAMILY"
-    config = {**folders.config_of("qwen2"), "model_type": "seed_oss", "head_dim": 64}
+    own = "tests.models.ministral3:FAMILY"
+    config = {**folders.config_of("qwen2"), **ministral3.CONFIG}
     source = folders.write(tmp_path / "hf", config, family=own)
     assert convert("to-megatron", source, tmp_path / "megatron") == 2
-    assert "model_type='seed_oss' is not supported" in capsys.readouterr().err
+    assert "model_type='ministral3' is not supported" in capsys.readouterr().err
     assert convert("to-megatron", source, tmp_path / "megatron", "--family", own) == 0
     assert convert("to-hf", tmp_path / "megatron", tmp_path / "back", "--family", own) == 0
     same_bits(tensors_of(source), tensors_of(tmp_path / "back"))

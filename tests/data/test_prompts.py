@@ -193,9 +193,33 @@ def _check_values_of_the_template(folder: Path) -> None:
         wanted = plain.apply_chat_template(messages, tokenize=False, **values)
         assert with_values.apply_chat_template(messages, tokenize=False) == wanted
         assert ("<think>" in wanted) == values.get("enable_thinking", True)
-    for values in ({"enable_thinkng": False}, {"messages": []}):
-        with pytest.raises(ValueError, match="is no variable that the chat template leaves to you"):
+    for values in ({"enable_thinkng": False}, {"messages": []}, {"think": False}):
+        with pytest.raises(
+            ValueError, match=f"'{next(iter(values))}' is no variable .* it reads enable_thinking, words;"
+        ):
             load_tokenizer(folder / "good", DataConfig(chat_template=template, chat_template_kwargs=values))
+    template.write_text("{% generation %}{{ a }}{% endgeneration %}{% for m in")
+    with pytest.raises(ValueError, match="the chat template cannot be read"):
+        load_tokenizer(folder / "good", DataConfig(chat_template=template, chat_template_kwargs={"a": 1}))
+
+
+@pytest.mark.parametrize("template", sorted((DATA / "templates/real").glob("*.jinja")), ids=lambda path: path.stem)
+def test_thinking_is_switched_in_published_templates(template: Path, tmp_path: Path) -> None:
+    """As transformers' keyword does. Where a template has no switch, the key is refused by name."""
+    write_tokenizer(tmp_path)
+    plain = load_tokenizer(tmp_path, DataConfig(chat_template=template))
+    messages = [{"role": "user", "content": "How many?"}]
+    prompts = []
+    for value in (False, True):
+        values = DataConfig(chat_template=template, chat_template_kwargs={"enable_thinking": value})
+        if template.stem not in ("qwen3", "qwen3_5_think", "glm4moe"):
+            with pytest.raises(ConfigError, match="'enable_thinking' is no variable"):
+                load_tokenizer(tmp_path, values)
+            continue
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        prompts.append(load_tokenizer(tmp_path, values).apply_chat_template(messages, **options))
+        assert prompts[-1] == plain.apply_chat_template(messages, enable_thinking=value, **options)
+        assert prompts[-1].rstrip().endswith("</think>") is not value
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ LONG = [
     ("qwen2-tied", "PP2", 1, None),
     ("llama3", "TP2xPP2+SP", 1, 2),
     ("olmo2", "DP2xTP2", 2, None),  # vLLM has it by transformers' modules
+    ("seed_oss", "TP2+SP", 2, None),  # likewise
     ("llama3", "DP2xTP2", 4, None),
     ("qwen2", "TP4", 2, 2),
     ("llama2", "TP2xPP2+SP", 1, None),

@@ -73,7 +73,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state.
 
-    `kill_in_step`: the process ends without a word in the middle of that step's trajectories.
+    `kill_in_step`: the process ends without a word in the middle of that step's trajectories, or behind its samples.
     """
     from grpo_megatron.checks.validate import validate
     from grpo_megatron.trainer import Trainer
@@ -85,9 +85,11 @@ def train(
     collect = trainer.collect
 
     def recorded(step: int) -> Any:
-        if step == kill_in_step:
+        if step == kill_in_step and config.rollout.multi_turn.environment is not None:
             _exit_at_an_answer(run.placement.generator.answers, 4)
         samples = collect(step)
+        if step == kill_in_step:
+            os._exit(9)
         drawn[step] = [(*_content(s), s.rollout_logprobs, s.reward) for s in samples]
         return samples
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from grpo_megatron.report.trace_file import TraceFolder
 from grpo_megatron.trust.compare import compare_runs, compare_seams
-from tests import worlds
+from tests import tiny, vision, worlds
 from tests.e2e import run_ranks
+from tests.models.test_moe import MODELS as EXPERTS
+from tests.runs import write_rows
 from tests.stored import TIMES, metric_rows, rows_without
 
 DELTA = {  # at this learning rate all elements change
     "rollout": {"sync": "delta", "delta_max_density": 1.0, "engine_options": {"kv_cache_gib": 0.05, "sleep_level": 1}}
 }
+KILLED = ("gpt_oss", "glm4_moe", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 TP2 = {"actor": {"megatron": {"tensor_model_parallel_size": 2}}}
 
 
@@ -117,6 +122,42 @@ def test_two_steps_stop_and_a_third_equal_three_steps(workspace: Path, tmp_path:
     assert_seam(tmp_path / "halves")
     before = first[0]["weights"]
     assert any(not torch.equal(before[n], whole[0]["weights"][n]) for n in before)  # the last step moved weights
+
+
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(name, marks=pytest.mark.soak) for name in KILLED)])
+def test_a_killed_run_of_each_family_goes_on(workspace: Path, tmp_path: Path, family: str) -> None:
+    """Its second step is repeated, with the bits of an undisturbed run. Experts are divided over both ranks."""
+    if family == "qwen3_vl_moe":
+        vision.make_model(tmp_path / "model", family)
+        rows = [{"prompt": f"{n}?", "images": ["drawn.png"] if n % 2 else None, "answer": "1"} for n in range(9)]
+        for name in ("train", "val"):
+            write_rows(tmp_path / f"data/{name}.jsonl", rows)
+        vision.draw(0, 56, 84).save(tmp_path / "data/drawn.png")
+    else:
+        shutil.copytree(workspace, tmp_path, dirs_exist_ok=True)
+        changes: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 80, "std": 0.05, **EXPERTS.get(family, {})}
+        tiny.make_model(tmp_path / "model", family if family in tiny.FAMILIES else "llama2", **changes)
+
+    world = 1 if family == "gemma3" else 2
+
+    def run(name: str, **arguments: Any) -> list[dict[str, Any]]:
+        raw = run_ranks.settings(tmp_path, tmp_path / name, world, trainer={"save_freq": 1})
+        if family == "gemma3":
+            raw["rollout"] |= {"engine": "transformers", "engine_options": {}}
+        if family == "qwen3_vl_moe":
+            raw["data"] |= {"task": "jsonl", "apply_chat_template": True, "max_prompt_length": 32}
+        if "qwen3_5" in family:  # vLLM computes gated delta nets on the CPU in bfloat16 only
+            raw["model"]["dtype"] = "bfloat16"
+        raw["actor"]["megatron"] = {"expert_model_parallel_size": 1 if family in ("gemma3", "qwen3_5") else 2}
+        return worlds.run(run_ranks.train, world, raw=raw, **arguments)
+
+    whole = run("whole")
+    with pytest.raises(AssertionError, match="died with exit code 9"):
+        run("killed", kill_in_step=1)
+    for one, other in zip(whole, run("killed"), strict=True):
+        assert other["first_step"] == 1 and one["samples"][1] == other["samples"][1]
+        assert_same(one, other)
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "killed")
 
 
 def test_rollouts_do_not_depend_on_the_number_of_ranks(workspace: Path, tmp_path: Path) -> None:

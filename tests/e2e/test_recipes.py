@@ -120,7 +120,7 @@ def full_size(name: str, root: Path, with_weights: bool = False) -> Path:
     if "image_token_id" in config:
         config["image_token_id"] = 4108  # of the small tokenizer
     (folder / "config.json").write_text(json.dumps(config))
-    if name == "Qwen2.5-VL-7B-Instruct":
+    if "-VL-" in name:
         add_tokenizer(folder, vision.TEMPLATE)
     if name in ("Qwen2.5-7B-Instruct", "Qwen2.5-Math-7B"):
         add_tokenizer(folder, (ROOT / "examples/templates/chatml.jinja").read_text())
@@ -308,6 +308,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
         ("qwen2_5_vl", ""),
         ("qwen3", ""),
         *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe", "gpt_oss")),
+        pytest.param("qwen3_vl_moe", "", marks=pytest.mark.soak),
     ],
 )
 def test_two_steps_of_a_shrunk_model(

@@ -18,6 +18,7 @@ from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, 
 from grpo_megatron.models.weights.table import expand_table
 from tests import tiny
 from tests.files import published_config
+from tests.models import ministral3
 from tests.models.policies import build
 from tests.models.test_moe import MODELS
 from tests.worlds import ranks
@@ -27,11 +28,11 @@ LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}
 LLAMA3 = {**tiny.LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
 STEEP_YARN = {**YARN, "attention_factor": 1.5, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}
-OWN = "tests.models.seed_oss:FAMILY"  # a family that only the config names
+OWN = "tests.models.ministral3:FAMILY"  # a family that only the config names
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # model -> (tiny family, changes)
-    **{name: (name, {}) for name in ("llama2", "mistral", "qwen2", "qwen3")},
+    **{name: (name, {}) for name in ("llama2", "mistral", "qwen2", "qwen3", "seed_oss")},
     **{name: ("llama2", MODELS[name]) for name in ("qwen3_moe", "mixtral")},
-    OWN: ("llama2", {"model_type": "seed_oss", "head_dim": 64, "attention_bias": True}),
+    OWN: ("llama2", ministral3.CONFIG),
 }
 LONG = [([7 * i * i % 101 for i in range(600)], list(range(40))), ([3 * i % 101 for i in range(640)], [5, 50])]
 
@@ -58,8 +59,11 @@ def logprobs(folders: list[Path], families: list[str | None]) -> list[torch.Tens
 @pytest.mark.slow
 def test_rope_scaling_equals_transformers(tmp_path: Path) -> None:
     """Linear scaling for every family, llama3 and YaRN for some. Half the factor must give other logprobs."""
-    cases = [(name, LINEAR) for name in SETTINGS] + [("llama2", LLAMA3), ("qwen3", LLAMA3)]
-    cases += [("llama2", YARN), ("qwen2", STEEP_YARN), ("mixtral", YARN)]
+    cases: list[tuple[str, dict[str, Any]]] = [(name, LINEAR) for name in SETTINGS if name != OWN] + [
+        ("llama2", LLAMA3),
+        ("qwen3", LLAMA3),
+    ]
+    cases += [("llama2", YARN), ("qwen2", STEEP_YARN), ("mixtral", YARN), (OWN, ministral3.CONFIG["rope_parameters"])]
     folders = [_scaled(tmp_path, name, rope) for name, rope in cases]
     own = [name if name == OWN else None for name, _ in cases]
     [results] = logprobs(folders=folders, families=own)
@@ -170,6 +174,9 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported"),
     ("gemma3_text", {"rope_scaling": YARN}, "RoPE scaling 'yarn' of its layers with full attention is not supported"),
     ("gemma3_text", {"query_pre_attn_scalar": 0}, "query_scalar=0, not a number from 0.001 to 1e+09"),
+    ("glm4_moe", {"routed_scaling_factor": -1.0}, "routed_scaling_factor=-1, num_experts_per_tok=6: the first must be"),
+    ("gpt_oss", {"layer_types": [{}] * 4}, "each of the 4 layers must have sliding_attention or full_attention"),
+    ("gpt_oss", {"rope_parameters": "yarn"}, "config.json gives rope_parameters='yarn', not an object"),
     ("glm4_moe", {"rope_parameters": LINEAR}, "RoPE scaling 'linear' of a share of each head"),
     (
         "gpt_oss",
@@ -195,20 +202,30 @@ def test_what_cannot_be_expressed_is_refused_in_one_line(family: str, changes: d
 
 def test_a_family_of_the_users_own_is_found_by_its_name() -> None:
     """And not by model_type. Every way to name none is one line that says what to write."""
-    config = {**tiny.COMMON, "model_type": "seed_oss", "attention_bias": True}
+    config = {**tiny.COMMON, **ministral3.CONFIG}
     arch = architecture_of(config, OWN)
-    assert arch.family == OWN and arch.qkv_bias
+    assert arch.family == OWN and arch.max_position_embeddings == 1024
     assert sum(torch.Size(shape).numel() for shape in hf_shapes(arch).values()) == arch.num_parameters()
-    _refused(config, "model_type='seed_oss' is not supported (supported: ")
+    _refused(config, "model_type='ministral3' is not supported (supported: ")
     for family, message in (
-        ("tests.models.seed_oss:FAMILIES", "module 'tests.models.seed_oss' has no attribute 'FAMILIES'"),
+        ("tests.models.ministral3:FAMILIES", "module 'tests.models.ministral3' has no attribute 'FAMILIES'"),
         ("tests.models.no_such:FAMILY", "cannot import module 'tests.models.no_such'"),
-        ("tests.models.seed_oss:NO_TABLE", "has no function architecture_from and no weight_table; name a"),
-        ("tests.models.seed_oss:NO_ARCHITECTURE", "architecture_from returned a dict, not a"),
-        ("seed_oss", "model_type='seed_oss' is not supported"),
+        ("tests.models.ministral3:NO_TABLE", "has no function architecture_from and no weight_table; name a"),
+        ("tests.models.ministral3:NO_ARCHITECTURE", "architecture_from returned a dict, not a"),
+        ("ministral3", "model_type='ministral3' is not supported"),
     ):
         _refused(config, message, family)
-    _refused({**config, "attention_out_bias": True}, "Seed-OSS with attention_out_bias=true", OWN)
+    _refused({**config, "sliding_window": 8}, "Ministral 3 with sliding_window=8", OWN)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "olmo2", "glm4_moe", "gpt_oss", "qwen3_next"])
+def test_keys_that_are_left_out_have_transformers_defaults(family: str) -> None:
+    from transformers import AutoConfig
+
+    left_out = ("rope_parameters", "sliding_window", "norm_topk_prob") if family != "gpt_oss" else ("sliding_window",)
+    given = {**tiny.COMMON, **MODELS.get(family, {}), "model_type": family, "max_position_embeddings": 4096}
+    given = {key: value for key, value in given.items() if key not in left_out or "glm" in family}
+    assert architecture_of(given) == architecture_of(AutoConfig.for_model(**given).to_dict())
 
 
 def test_transformers_5_writes_num_local_experts_for_every_family() -> None:

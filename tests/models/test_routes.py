@@ -115,10 +115,10 @@ def forced(model: Any, routes: list[torch.Tensor], experts: int, k: int) -> Iter
     yield
 
 
-def build(folder: Path, layout: Layout, replay: str, recomputed: bool = False, rollout_tp: int = 1) -> Any:
+def build(folder: Path, layout: Layout, replay: str, recomputed: bool = False, **options: Any) -> Any:
     """A backward pass leaves whole gradients on every rank."""
     megatron = {"use_distributed_optimizer": False, "override_transformer_config": RECOMPUTE if recomputed else {}}
-    return policies.build(folder, layout, megatron=megatron, moe={"route_replay": replay}, rollout_tp=rollout_tp)
+    return policies.build(folder, layout, megatron=megatron, moe={"route_replay": replay}, **options)
 
 
 @ranks()
@@ -179,13 +179,14 @@ def engine_routes(folder: Path, layout: Layout, rollout_tp: int, rollout_ep: int
 
     And the agreement of the policy's routers with these routes, and with the same shifted by one token and by one layer.
     """
-    policy = build(folder, layout, "engine", rollout_tp=rollout_tp)
+    dtype = "bfloat16" if folder.name == "qwen3_next" else "float32"  # vLLM's only one for gated delta nets on the CPU
+    policy = build(folder, layout, "engine", rollout_tp=rollout_tp, dtype=dtype)
     sizes = {"tensor_model_parallel_size": rollout_tp, "expert_parallel_size": rollout_ep}
     rollout = RolloutConfig(**sizes, max_num_seqs=4, engine_options={"kv_cache_gib": 0.03})
     tensors = engine_tensors(policy.arch, rollout_tp, reads_shards=True, rollout_ep=rollout_ep)
-    limits: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "eos_token_ids": [2], "record_routes": True}
+    limits: dict[str, Any] = {"dtype": dtype, "max_model_len": 256, "eos_token_ids": [2], "record_routes": True}
     engine = build_engine(rollout, folder, policy.mesh, policy.device, **limits, tensors=tensors)
-    colocation = colocate(policy, engine, tensors)
+    colocation = colocate(policy, engine, tensors, dtype=dtype)
     long = tuple(20 + n % 60 for n in range(140))  # a block of the cache on the CPU has 128 tokens
     with colocation.rollout(0, Metrics()):
         first = [Request(long[: 140 - n % 2], n, 5 + 3 * n) for n in range(7)]
@@ -348,6 +349,9 @@ def test_a_replay_of_its_own_routes_has_the_bits_of_the_plain_pass(
         ("deepseek_v2", "1", 1, 1),
         pytest.param("deepseek_v3", "1", 1, 1, marks=pytest.mark.soak),
         pytest.param("mixtral", "PP2", 2, 1, marks=pytest.mark.soak),
+        pytest.param("glm4_moe", "1", 1, 1, marks=pytest.mark.soak),
+        ("gpt_oss", "1", 1, 1),  # its first layer has a window, whose blocks of the cache are given away
+        pytest.param("qwen3_next", "1", 1, 1, marks=pytest.mark.soak),  # and here a state
     ],
 )
 def test_the_engine_records_the_experts_that_it_computes(
@@ -359,12 +363,14 @@ def test_the_engine_records_the_experts_that_it_computes(
     folder = next(folder for folder in folders if folder.name == model)
     arguments = {"layout": LAYOUTS[layout], "rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
     for found in engine_routes(LAYOUTS[layout].world, folder=folder, **arguments):
-        assert (found["cached"] > 0 or "deepseek" in model) and all(
+        assert (found["cached"] > 0 or "deepseek" in model or model == "qwen3_next") and all(
             int(routes[:-1].min()) >= 0 for routes in found["routes"]
         )
-        assert found["own"] == 1.0
-        assert found["token"] < (0.75 if model != "deepseek_v3" else 1)  # its bias chooses most experts here
-        assert found["layer"] < 0.75 or "deepseek" in model  # which has one layer with experts here
+        assert found["own"] == 1.0 or (found["own"] > 0.9 and model == "qwen3_next")  # bfloat16
+        assert found["token"] < (
+            1 if model in ("deepseek_v3", "glm4_moe") else 0.75
+        )  # a bias chooses most experts here
+        assert found["layer"] < 0.75 or "deepseek" in model or model == "glm4_moe"  # with one layer of experts here
 
 
 @pytest.mark.slow
@@ -415,6 +421,12 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("engine", {}, {"model_type": "llama", "num_experts": 0}, "but this model (llama) has no experts"),
     ("engine", {"rollout": {"engine": "transformers"}}, {}, "rollout.engine='transformers', which records no routes"),
     ("engine", {"algorithm": {"source": "file"}}, {}, "but this run samples nothing; set actor.moe.route_replay=none"),
+    (
+        "engine",
+        {},
+        {**MODELS["mixtral"], "sliding_window": 8},
+        "behind the windows of all layers of this model (mixtral)",
+    ),
     ("engine", {"vllm": "0.26.0"}, {}, "on the CPU: the installed vLLM's routers cannot be recorded there; install"),
     (
         "engine",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from grpo_megatron.models.architecture import (
@@ -39,15 +40,18 @@ def _family(
     rotary: float | None = None,
     experts: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: {},
     table: Callable[[Architecture], list[WeightRow]] = decoder_table,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,
 ) -> ModelFamily:
     """Returns a family whose Architecture is `common_settings` and `fields`. Keys in `refused` must not be set.
 
     `window`: the key that switches `sliding_window` on; "": it is always on. vLLM has it in all layers of these families or in
-    none. `rotary`: see `common_settings`. `experts`: config.json -> the fields of experts, and others.
+    none. `rotary`: see `common_settings`. `experts`: config.json -> the fields of experts, and others. `defaults`:
+    transformers' values of keys that config.json may leave out, where they are not those of `common_settings`.
     """
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
+        config = {**defaults, **config}
         for key in refused:
             if config.get(key):
                 raise UnsupportedModel(f"{name} with {key}=true is not supported")
@@ -75,7 +79,8 @@ def window_settings(config: dict[str, Any], has_window: Callable[[int], bool]) -
     layers, kinds = range(config["num_hidden_layers"]), config.get("layer_types")
     if kinds is None:
         kinds = ["sliding_attention" if has_window(layer) else "full_attention" for layer in layers]
-    if not {*kinds} <= {"sliding_attention", "full_attention"} or len(kinds) != len(layers):
+    is_list = isinstance(kinds, list) and all(kind in ("sliding_attention", "full_attention") for kind in kinds)
+    if not is_list or len(kinds) != len(layers):
         raise UnsupportedModel(
             f"{config['model_type']} with layer_types={shown(kinds)}: each of the {len(layers)} layers must have"
             " sliding_attention or full_attention"
@@ -92,9 +97,13 @@ def _mixtral_experts(config: dict[str, Any]) -> dict[str, Any]:
     return expert_settings(config, width="intermediate_size", renormalise=True)
 
 
-def _qwen_experts(config: dict[str, Any]) -> dict[str, Any]:
-    renormalise = bool(config.get("norm_topk_prob", False))
+def _qwen_experts(config: dict[str, Any], *, always: bool = False) -> dict[str, Any]:
+    renormalise = always or bool(config.get("norm_topk_prob", False))
     return expert_settings(config, width="moe_intermediate_size", renormalise=renormalise)
+
+
+def _seed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": bool(config.get("attention_bias", True))}
 
 
 def _glm_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +136,9 @@ def _delta_settings(config: dict[str, Any], *, is_fused: bool) -> dict[str, Any]
 
 def _next_settings(config: dict[str, Any], *, is_fused: bool = True) -> dict[str, Any]:
     shared = {"shared_ffn_hidden_size": config["shared_expert_intermediate_size"], "shared_gates": 1}
-    routed = _qwen_experts({**config, "shared_expert_intermediate_size": 0})
+    routed = _qwen_experts(
+        {"norm_topk_prob": True, **config, "shared_expert_intermediate_size": 0}, always=not is_fused
+    )
     return routed | shared | _delta_settings(config, is_fused=is_fused)
 
 
@@ -212,7 +223,9 @@ def _text_of(family: ModelFamily) -> ModelFamily:
 
     def architecture_from(config: dict[str, Any]) -> Architecture:
         kept: dict[str, Any] = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config}
-        return family.architecture_from({**config["text_config"], **kept})
+        if not isinstance(text := config["text_config"], dict):
+            raise UnsupportedModel(f"config.json gives text_config={shown(text)}, not an object")
+        return family.architecture_from({**text, **kept})
 
     return ModelFamily(architecture_from, family.weight_table)
 
@@ -224,33 +237,42 @@ _QWEN35_MOE = _family(
     "Qwen3.5-MoE",
     ["attention_bias"],
     rotary=0.25,
-    experts=lambda config: _next_settings({**config, "norm_topk_prob": True}, is_fused=False),
+    experts=functools.partial(_next_settings, is_fused=False),
 )
 # Qwen's config.json gives a window that is in use only with `use_sliding_window`.
 _QWEN3: dict[str, Any] = {"refused": ["attention_bias"], "window": "use_sliding_window", "qk_norm": True}
+_EPS = {"rms_norm_eps": 1e-5}
 DECODERS = {
     # arXiv 2503.19786: windows in five of six layers, with a base of RoPE of their own; norms before and after.
     "gemma3": ModelFamily(_with_tower),
     "gemma3_text": ModelFamily(_gemma3),
     # GLM-4.5, 4.6 and Air, arXiv 2508.06471: DeepSeek-V3's experts and router; the first half of every head rotates.
-    "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings),
+    "glm4_moe": _family("GLM-4.5", rotary=0.5, experts=_glm_settings, defaults=_EPS),
     # gpt-oss, arXiv 2508.10925: sinks, biases everywhere, clamped SwiGLU. Files have the experts of a layer in one tensor.
     "gpt_oss": _family(
-        experts=_oss_settings, table=_oss_table, qkv_bias=True, linear_bias=True, sinks=True, swiglu_limit=7.0
+        experts=_oss_settings,
+        table=_oss_table,
+        defaults={**_EPS, "sliding_window": 128, "rope_theta": 150_000.0},
+        qkv_bias=True,
+        linear_bias=True,
+        sinks=True,
+        swiglu_limit=7.0,
     ),
     # Llama 2, 3, 3.1, 3.2, 3.3; from 3.1 on with llama3 RoPE scaling.
     "llama": _family("Llama", ["attention_bias", "mlp_bias"]),
     # Llama's shapes. v0.1 has a sliding window in every layer.
-    "mistral": _family(window=""),
+    "mistral": _family(window="", defaults={"sliding_window": 4096}),
     # Few large experts in place of every MLP; a softmax over the logits of the selected experts gives their weights.
-    "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table),
+    "mixtral": _family(window="", experts=_mixtral_experts, table=_mixtral_table, defaults={**_EPS, "rope_theta": 1e6}),
     # arXiv 2501.00656: norms after attention and MLP, none before; a norm of queries and of keys over all heads together.
-    "olmo2": _family("OLMo-2", ["attention_bias"], post_norms=True),
+    "olmo2": _family("OLMo-2", ["attention_bias"], defaults=_EPS, post_norms=True),
     # Qwen2 and 2.5: biases on query, key and value. The small sizes have tied embeddings.
     "qwen2": _family(window="use_sliding_window", qkv_bias=True),
     # RMSNorm on every query and key head, and a head size given in config.json.
     "qwen3": _family("Qwen3", **_QWEN3),
     "qwen3_moe": _family("Qwen3-MoE", **_QWEN3, experts=_qwen_experts),
+    # Qwen2's layers, with a head size given in config.json.
+    "seed_oss": _family("Seed-OSS", ["attention_out_bias", "mlp_bias"], experts=_seed_settings),
     # Gated delta nets in three of four layers, gated attention in the fourth, a shared expert with a gate.
     "qwen3_next": _family("Qwen3-Next", ["attention_bias"], rotary=0.25, experts=_next_settings),
     # Qwen3-Next's layers with an MLP, or with its experts. Published folders have a vision tower, too.

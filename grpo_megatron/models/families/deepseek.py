@@ -124,5 +124,8 @@ def _routing(config: dict[str, Any], is_sigmoid: bool) -> Routing:
         raise UnsupportedModel(f"{family} with n_group={groups} of {experts} experts: a group needs {best} experts")
     scale = float(config.get("routed_scaling_factor") or 1.0)
     if not 0 < scale < math.inf or per_token < 2:
-        raise UnsupportedModel(f"{family} with routed_scaling_factor={scale:g}, num_experts_per_tok={per_token}")
+        raise UnsupportedModel(
+            f"{family} with routed_scaling_factor={scale:g}, num_experts_per_tok={per_token}: the first must be positive and"
+            " finite, the second at least 2"
+        )
     return Routing(is_sigmoid, scale, groups, reached, best)

@@ -46,6 +46,7 @@ from grpo_megatron.types import WeightBucket
 from grpo_megatron.untrusted import read_json
 
 INDEX_FILE = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
 OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters, and not read
 
 
@@ -91,10 +92,13 @@ class SafetensorsFolder:
         self.tensors: dict[str, StoredTensor] = {}
         model_type, hidden = _stacks_of(self.folder)
         headers = [header.items() for header in self.headers.values() if isinstance(header, dict)]
-        stored = {published_name(name): tensor for name, tensor in itertools.chain(*headers)}
+        stored: dict[str, StoredTensor] = {}
+        for name, tensor in itertools.chain(*headers):
+            _add_once(stored, {published_name(name): tensor})
         for name, tensor in (_mxfp4_joined(stored) if model_type else stored).items():
             parts = parts_of_stack(name, tensor.shape, model_type, hidden)
-            self.tensors |= {n: tensor._replace(shape=shape, part=part) for n, part, shape in parts} or {name: tensor}
+            of_model = {n: tensor._replace(shape=shape, part=part) for n, part, shape in parts} or {name: tensor}
+            _add_once(self.tensors, of_model)
         self._open_files = ExitStack()
         self._handles: dict[Path, Any] = {}
 
@@ -106,6 +110,10 @@ class SafetensorsFolder:
                 slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - no dict
                 return {n: StoredTensor(file, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
         except (SafetensorError, OSError) as error:
+            if isinstance(error, SafetensorError):
+                with file.open("rb") as start:
+                    if start.read(len(LFS_POINTER)) == LFS_POINTER:
+                        return f"{file}: a pointer of Git LFS in place of the file; fetch it (git lfs pull)"
             return f"{file}: not a readable safetensors file ({error})"
 
     def __enter__(self) -> SafetensorsFolder:
@@ -198,13 +206,26 @@ def _stacks_of(folder: Path) -> tuple[str, int]:
         return "", 0
 
 
+def _add_once(tensors: dict[str, StoredTensor], new: dict[str, StoredTensor]) -> None:
+    """Adds `new`. Raises WeightsError where another tensor of the files, by its name there, is the same one of the model."""
+    for name, tensor in new.items():
+        if name in tensors and tensors[name].name != tensor.name:
+            raise WeightsError(
+                f"{tensor.file}: {tensor.name} and {tensors[name].name} are the same tensor of the model ({name});"
+                " remove one of them"
+            )
+    tensors |= new
+
+
 def _mxfp4_joined(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Returns the tensors with one in bfloat16, [E, columns, rows], in place of blocks [E, rows, n, 16] and their scales."""
     out = dict(stored)
     for name, blocks in stored.items():
         whole, is_blocks, _ = name.partition("_blocks")
         scales = stored.get(f"{whole}_scales") if is_blocks else None
-        if scales is not None and len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
+        if scales is None or {blocks.dtype, scales.dtype} != {"U8"}:
+            continue
+        if len(scales.shape) == 3 and blocks.shape == (*scales.shape, 16):
             experts, rows, count = scales.shape
             out[whole] = blocks._replace(dtype="BF16", shape=(experts, 32 * count, rows), scales=scales)
             del out[name], out[f"{whole}_scales"]

@@ -30,8 +30,12 @@ class RouteTable:
         if on_cuda:
             return
         (self._runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-        self._block_size = self._runner.cache_config.block_size
-        num_slots = self._runner.kv_cache_config.num_blocks * self._block_size
+        cache = self._runner.kv_cache_config
+        # Only layers of full attention keep a request's slots to its end: windows give theirs away, and states have none.
+        windows = [getattr(group.kv_cache_spec, "sliding_window", 0) for group in cache.kv_cache_groups]
+        self._group = windows.index(None) if None in windows else 0
+        self._layer_name = cache.kv_cache_groups[self._group].layer_names[0]
+        num_slots = cache.num_blocks * cache.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._table = np.full((num_slots, len(routers), first.top_k), -1, dtype=self._dtype)
         for number, layer in enumerate(self.layers):
             routers[layer].set_capture_fn(lambda experts, number=number: self._record(number, experts))
@@ -39,7 +43,7 @@ class RouteTable:
     def _record(self, number: int, experts: Tensor) -> None:
         from vllm.forward_context import get_forward_context
 
-        slots = next(iter(get_forward_context().slot_mapping.values()), None)
+        slots = get_forward_context().slot_mapping.get(self._layer_name)
         if slots is not None:  # None: a run without requests
             is_token = slots >= 0
             self._table[slots[is_token].numpy(), number] = experts[is_token].numpy()
@@ -56,9 +60,10 @@ class RouteTable:
             routes = output.routed_experts[:num_tokens, self.layers].astype(self._dtype)
         else:
             batch = self._runner.input_batch
-            blocks = batch.block_table[0].get_numpy_array()[batch.req_id_to_index[engine_id]]
+            table = batch.block_table[self._group]
+            blocks, size = table.get_numpy_array()[batch.req_id_to_index[engine_id]], table.block_size
             places = np.arange(num_tokens)
-            routes = self._table[blocks[places // self._block_size] * self._block_size + places % self._block_size]
+            routes = self._table[blocks[places // size] * size + places % size]
             if routes.min(initial=0) < 0:
                 raise RuntimeError(f"vLLM's routers have not been recorded for all {num_tokens} tokens of a response")
         return routes.reshape(len(routes), -1)
