@@ -85,7 +85,6 @@ unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer
 # -- starting ----------------------------------------------------------------------------------------------------------
 
 INSIDE=()  # command that starts the program on a node
-CONTAINED=() # options of srun
 OUTSIDE=(--nodes="$NODES" --ntasks="$RANKS")
 [ -z "$TEACHER" ] || OUTSIDE+=(--nodelist="$(IFS=,; echo "${NODE_LIST[*]}")")
 [ -z "${SLURM_HET_SIZE:-}" ] || OUTSIDE=('--het-group=0,1')
@@ -96,7 +95,7 @@ if [ -n "${CPUS:-}" ]; then # by default Slurm binds a task, with all its thread
 fi
 case ${CONTAINER:+$CONTAINER_RUNTIME} in
     "") ;;
-    pyxis) CONTAINED=(--container-image="$CONTAINER" --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$REPO") ;;
+    pyxis) OUTSIDE+=(--container-image="$CONTAINER" --container-mounts="$CONTAINER_MOUNTS" --container-workdir="$REPO") ;;
     apptainer) INSIDE=(apptainer exec --nv --bind "$CONTAINER_MOUNTS" --pwd "$REPO" "$CONTAINER") ;;
     *) die "CONTAINER_RUNTIME=$CONTAINER_RUNTIME; set pyxis or apptainer" ;;
 esac
@@ -106,13 +105,14 @@ on_ranks() {
     local options=()
     while [ "$1" != -- ]; do options+=("$1") && shift; done
     shift
-    run srun "${OUTSIDE[@]}" "${CONTAINED[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
+    run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
 }
 
 # serve_teacher LOG: start SERVE on the teacher's node, and wait until it answers. Slurm ends it with the job.
 serve_teacher() {
-    local server command=(srun --nodes=1 --ntasks=1 --nodelist="$TEACHER_NODE" --mpi=none)
-    command+=(${CPUS:+--cpus-per-task="$CPUS"} "${CONTAINED[@]}" "${INSIDE[@]}" bash -c "$SERVE")
+    local server option command=(srun --nodes=1 --ntasks=1 --nodelist="$TEACHER_NODE" --mpi=none)
+    for option in "${OUTSIDE[@]}"; do [[ $option != --container* ]] || command+=("$option"); done
+    command+=(${CPUS:+--cpus-per-task="$CPUS"} "${INSIDE[@]}" bash -c "$SERVE")
     if [ "$DRY_RUN" = 1 ]; then run "${command[@]}" && return; fi
     "${command[@]}" >"$1" 2>&1 &
     server=$!
