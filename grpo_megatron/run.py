@@ -176,9 +176,17 @@ class Run:
             self.sinks.note(f"resumed from {self.resumed_from}: {self.first_step} steps done")
             if self.changed_keys:
                 self.sinks.note(announcement(self.changed_keys, self.policy.num_updates, num_updates))
-        parts = (config, checked.arch, self.mesh, self.device, self.cadence, self.first_step, self.policy)
+        parts = config, self.policy, self.first_step
         self.references = References(*parts) if needs_reference(config.algorithm, actor) else None
-        self.teachers = build_teachers(config, checked, self.policy)
+        self.teachers = build_teachers(config, checked, self.policy, self.first_step)
+        if self.teachers is not None:
+            self._opened.callback(self.teachers.close)
+            if self.placement.generator is not None:
+                self.placement.generator.on_complete = self.teachers.start
+        self.renewed = [
+            *([self.references] if self.references else ()),
+            *(self.teachers.renewed if self.teachers else ()),
+        ]
 
     def _build_step(self) -> None:
         """Build what a step does with the models, and restore what a checkpoint has besides them."""
@@ -262,6 +270,9 @@ class Run:
                 given=given,
                 distills=self.teachers is not None,
             )
+        if self.teachers is not None:
+            with self.metrics.phase("teachers"):
+                self.teachers.wait(samples)
         batch = exchange(samples, table, plan, self.mesh)
         batch.old_logprobs = self._old_logprobs(batch)  # None: the update's own
         batch.ref_logprobs = self._ref_logprobs(batch)

@@ -96,11 +96,11 @@ class Trainer:
             self.stopping.after(step + 1, self.save_at_once)
 
     def begin_iteration(self, step: int) -> None:
-        """Renew the reference, if an outer iteration begins."""
-        references = self.parts.references
-        if references is not None and self.cadence.renews_reference_before(step):
-            with self.metrics.phase("renew_reference"):
-                references.renew(step, self.parts.policy, self.parts.save_hf)
+        """Renew the reference, if an outer iteration begins, and teachers that are earlier policies."""
+        for references in self.parts.renewed:
+            if references.cadence.renews_reference_before(step):
+                with self.metrics.phase("renew_reference"):
+                    references.renew(step, self.parts.save_hf)
 
     def validate_loss(self, step: int) -> None:
         """Compute the loss of held-out rows, when due."""

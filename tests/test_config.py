@@ -96,6 +96,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("trainer.total_steps=5", "did you mean 'trainer.total_training_steps'?"),
         ("actor.clip_ratio_low=2", "set 1 or less"),
         ("max_prompt_length=64", "unknown key 'max_prompt_length'; did you mean 'data.max_prompt_length'?"),
+        ("teachers={t: {temprature: 1}}", "unknown key 'teachers.t.temprature' (known here: path,"),
         ("actor.foo=3", "unknown key 'actor.foo'; `grpo-megatron keys actor` lists those of this section"),
         ("actor.optim.lr=CHANGE_ME", "actor.optim.lr=CHANGE_ME: write the value of your run there"),
         (

@@ -62,6 +62,8 @@ def name_problems(config: Config) -> Problems:
     ]
     if has_critic(config.algorithm):
         registries.append((k.critic.loss_agg_mode, config.critic.loss_agg_mode, token_weightings))
+    if (mode := config.distillation.loss_agg_mode) is not None:
+        registries.append((k.distillation.loss_agg_mode, mode, token_weightings))
     if actor.use_kl_loss:
         registries.append((k.actor.kl_loss_type, actor.kl_loss_type, kl_penalties))
     if config.algorithm.use_kl_in_reward:

@@ -15,7 +15,7 @@ from grpo_megatron.algo.losses import policy_losses
 from grpo_megatron.checks.components import CheckedEnvironment, SourceFiles, grades_itself, reward_name, sources_of
 from grpo_megatron.checks.reward_call import examples_of
 from grpo_megatron.config import Config, ConfigError, DataConfig, SamplingConfig
-from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
+from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of, marked
 from grpo_megatron.data.benchmarks import read_task_prompts
 from grpo_megatron.data.images import ImageFormat
 from grpo_megatron.data.prompts import TeacherColumns, load_prompts, parsed_row
@@ -189,14 +189,19 @@ def read_train_prompts(
     if not config.trainer.total_training_steps or config.algorithm.source == "file":
         return []
     parts: list[SourcePrompts] = []
+    teachers = TeacherColumns(config.distillation.key, config.teachers) if config.teachers else None
     for source in sources_of(config):
         reward = source.reward or reward_name(config.reward) if config.has_rule else BY_MODEL
         key = "data.train_files" if source.name is None else f"{source.key}.files"
-        teachers = TeacherColumns(config.distillation.key, config.teachers) if config.teachers else None
         read = config, source, key, source.files, tokenizer, environment, reward
         prompts = _read_prompts(*read, is_plan=is_plan, teachers=teachers)
         if source.name is not None and prompts:
             parts.append(SourcePrompts(source.name, prompts, source.weight or len(prompts)))
+    for name in sorted(config.teachers.keys() - teachers.used) if teachers is not None and teachers.used else ():
+        raise ConfigError(
+            f"{marked(f'teachers.{name}')}: no row has its key {config.teachers[name].key or name!r} in the column"
+            f" {config.distillation.key!r} (distillation.key); correct the key, or leave the teacher out"
+        )
     if config.data.sources:
         return Mixture(parts) if parts else []
     if config.data.sampling.pass_rates is None:

@@ -257,6 +257,10 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
             layout = teacher.layout(config.actor) if teacher.tensor_model_parallel_size is not None else None
             yield from _second_model_problems(*parts, layout, f"{TEACHERS}{name}")
         yield from _teacher_problems(config, name, folders.arch, arch, named)
+    objective, num_ids = config.distillation, folders.arch.vocab_size if folders.arch else None
+    if config.teachers and objective.kl != "sampled" and num_ids is not None and objective.top_k >= num_ids:
+        k = keys_of(config).distillation
+        yield f"{k.top_k} are not fewer than the policy's {num_ids} ids; set it to 64, say, or to 0, for all of them"
 
 
 def second_layout_problems(config: Config, world_size: int, arch: Architecture) -> Problems:

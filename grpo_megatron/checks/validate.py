@@ -305,7 +305,7 @@ CHECKS = (  # in the order in which problems are found
         "teachers' servers",
         Validation.ask_teachers,
         needs=("tokenizer", "method"),
-        when=lambda v: v.rehearsed and v.tokenizer is not None and v.start.knows("teachers"),
+        when=lambda v: v.rehearsed and not v.elsewhere and v.tokenizer is not None and v.start.knows("teachers"),
     ),
     Check(
         "episode",

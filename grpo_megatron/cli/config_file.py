@@ -11,7 +11,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -214,7 +214,7 @@ def _explain(error: Any) -> str:
             hint = "".join(f"; {text}" for text in (elsewhere, below) if text)
         section = ".".join(str(part) for part in error["loc"][:-1] if not isinstance(part, int))
         listed = "" if hint else f" (known here: {', '.join(known)})"
-        if len(listed) > MAX_LISTED:
+        if len(listed) > MAX_LISTED and any(one.name.startswith(section) for one in config_keys(Config)):
             listed = f"; `grpo-megatron keys {section}` lists those of this section"
         return f"unknown key {location!r}{hint}{listed}"
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
@@ -232,7 +232,8 @@ def _fields_at(location: tuple[Any, ...]) -> list[str]:
         if isinstance(part, str):  # a number is a place in a list of sections
             # get_args: of a mapping from the user's names to sections, or of an optional one
             kind = model.model_fields[part].annotation if hasattr(model, "model_fields") else get_args(model)[1]
-            model = next((option for option in (kind, *get_args(kind)) if hasattr(option, "model_fields")), kind)
+            options = (kind, *(() if get_origin(kind) is dict else get_args(kind)))
+            model = next((option for option in options if hasattr(option, "model_fields")), kind)
     return list(model.model_fields)
 
 

@@ -21,6 +21,8 @@ class TeacherConfig(Section):
     """with path: a PEFT folder of LoRA, which is merged into its weights"""
     self: Literal["start", "current"] | None = None
     """instead of a path: the policy itself, as it starts or as it is; with a prompt_column"""
+    renew_steps: int | None = Field(None, ge=1)
+    """with self=start: every so many steps it becomes the policy of that time; null: never"""
     url: str | None = None
     """instead of a path: an OpenAI-compatible server that returns prompt_logprobs, such as `vllm serve`: http://HOST:8000/v1"""
     model: str | None = None

@@ -15,7 +15,7 @@ import unicodedata
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -110,6 +110,7 @@ class TeacherColumns:
 
     key: str | None
     teachers: Mapping[str, TeacherConfig]
+    used: set[str] = field(default_factory=set)  # names of the teachers of the rows so far
 
     def of(self, row: Mapping[str, Any]) -> tuple[str, Question | None]:
         """Find the name of the row's teacher, and its own prompt. Raises ValueError."""
@@ -118,11 +119,13 @@ class TeacherColumns:
             value = row.get(self.key)
             names = {teacher.key or name: name for name, teacher in self.teachers.items()}
             if not isinstance(value, str) or value not in names:
+                now = f"is {shown(value)}" if self.key in row else "is missing"
                 raise ValueError(
-                    f"distillation.key: column {self.key!r} is {shown(value)}, and no teacher has this key"
+                    f"distillation.key: column {self.key!r} {now}, and no teacher has this key"
                     f" ({', '.join(names)}); add one, or take the row out"
                 )
             name = names[value]
+        self.used.add(name)
         column = self.teachers[name].prompt_column
         return name, None if column is None else read_question(dict(row), column)
 

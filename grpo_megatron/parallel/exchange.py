@@ -30,7 +30,7 @@ from grpo_megatron.parallel.mesh import Mesh, RankError
 from grpo_megatron.types import BRANCH, GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]
-TeacherPrompt = tuple[str, tuple[int, ...]]  # Prompt.teacher and .teacher_ids
+TeacherPrompt = tuple[str, tuple[int, ...], Any]  # Prompt.teacher, .teacher_ids and Sample.scores
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _move_tokens(
         sent = {row: sample_of[table.prompt_index[row], table.index[row]] for row in rows}
         numbers = np.concatenate([_encode(sample) for sample in sent.values()])
         taught = {
-            row: (sample.prompt.teacher, sample.prompt.teacher_ids)
+            row: (sample.prompt.teacher, sample.prompt.teacher_ids, sample.scores)
             for row, sample in sent.items()
             if sample.prompt.teacher
         }
@@ -280,7 +280,7 @@ def _move_tokens(
                 torch.from_numpy(logprobs.view(np.float32).copy()),
                 routes,
                 images.get(row, ()),
-                taught.get(row, ("", ())),
+                taught.get(row, ("", (), None)),
             )
         assert start == len(numbers), f"rank {parcel.source} sent {len(numbers)} numbers, not {start}"
     assert not incoming, f"nothing came from the ranks {sorted(incoming)}"

@@ -260,14 +260,16 @@ def memory_of_stages(
                 critic_weights=critic_weights,
                 trained=stage.trained.total * itemsize,
                 critic_trained=critic_trained,
-                **_teachers(config, number, teachers, is_last=number == len(policy) - 1),
+                **_teachers(config, number, teachers, stage.adapters or 0, is_last=number == len(policy) - 1),
             )
         )
     return out
 
 
-def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], *, is_last: bool) -> dict[str, Any]:
-    """Sizes what the teachers have on stage `number`: the fields of StageMemory."""
+def _teachers(
+    config: Config, number: int, teachers: TeacherStages | tuple[()], adapters: int, *, is_last: bool
+) -> dict[str, Any]:
+    """Sizes what the teachers have on stage `number`, where the policy has `adapters`: the fields of StageMemory."""
     actor, distillation = config.actor, config.distillation
     tp = actor.megatron.tensor_model_parallel_size
     has_heads = is_last and distillation.reads_states
@@ -277,7 +279,10 @@ def _teachers(config: Config, number: int, teachers: TeacherStages | tuple[()], 
         has_layout = teacher.tensor_model_parallel_size is not None  # then the largest stage: a rank may have any
         total = max(stage.total for stage in stages) if has_layout else stages[number].total
         is_policy = teacher.self == "current" or (teacher.self and actor.lora.rank is not None and not config.sft.steps)
-        weights.append(0.0 if is_policy else total * itemsize)
+        if is_policy:  # with the adapters of another time, or without any
+            has_copy = teacher.self == "start" and bool(teacher.renew_steps or actor.lora.path)
+            total = adapters * has_copy
+        weights.append(total * itemsize)
         heads += has_heads * itemsize * arch.hidden_size * arch.padded_vocab_size(tp) / tp
         of_head = (is_last or has_layout) * head_bytes(arch, layout, itemsize, backward=False)
         working = max(working, forward_bytes(arch, layout, itemsize), of_head)

@@ -15,8 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import TeacherConfig
@@ -31,10 +32,10 @@ ROUNDING = (
 
 
 class ServerScores(NamedTuple):
-    """The scores of a response: log-probabilities [r], and `top` [r, 2 k + 1] (types.TeacherScores), empty for k = 0."""
+    """The scores of a response: log-probabilities [r], and `top` [r (2 k + 1)] (types.TeacherScores), empty for k = 0."""
 
-    logprobs: list[float]
-    top: list[list[float]]
+    logprobs: array[float]  # of float32
+    top: array[float]
 
 
 def teacher_server(name: str, teacher: TeacherConfig, num_ids: int) -> TeacherServer:
@@ -57,7 +58,7 @@ class ServerError(Exception):
 
 
 class TeacherServer:
-    """The client of one teacher. `num_ids` is the policy's vocabulary; `num_requests` are sent at a time."""
+    """The client of one teacher. `num_ids` is the policy's vocabulary; `num_requests` are sent at a time, each by a thread."""
 
     def __init__(
         self,
@@ -72,20 +73,26 @@ class TeacherServer:
         num_requests: int = 16,
     ) -> None:
         self.name, self.url, self.model, self.num_ids = name, url.rstrip("/") + "/completions", model, num_ids
-        self.key, self.timeout_s, self.retries, self.num_requests = key, timeout_s, retries, num_requests
+        self.key, self.timeout_s, self.retries = key, timeout_s, retries
+        self._threads = ThreadPoolExecutor(num_requests)
 
     def score(self, rows: Sequence[tuple[list[int], list[int]]], top_k: int) -> list[ServerScores | ServerError]:
         """Returns the scores of each (prompt, response), or why it has none. `top_k` 0: of the response's tokens alone."""
+        return [future.result() for future in [self.start(row, top_k) for row in rows]]
 
-        def one(row: tuple[list[int], list[int]]) -> ServerScores | ServerError:
-            try:
-                entries = self._entries([*row[0], *row[1]], top_k)[len(row[0]) :]
-                return self._scores(entries, row[1], top_k)
-            except ServerError as error:
-                return error
+    def start(self, row: tuple[list[int], list[int]], top_k: int) -> Future[ServerScores | ServerError]:
+        """Starts `score` of one row. Returns at once."""
+        return self._threads.submit(self._score, *row, top_k)
 
-        with ThreadPoolExecutor(max(1, min(self.num_requests, len(rows)))) as threads:
-            return list(threads.map(one, rows))
+    def close(self) -> None:
+        """Gives up the rows whose request has not been sent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _score(self, prompt: list[int], response: list[int], top_k: int) -> ServerScores | ServerError:
+        try:
+            return self._scores(self._entries([*prompt, *response], top_k)[len(prompt) :], response, top_k)
+        except ServerError as error:
+            return error
 
     def check(self, top_k: int, decode: Callable[[int], str]) -> None:
         """Scores tokens of the whole vocabulary, and compares their texts with `decode(id)`. Raises ServerError.
@@ -147,7 +154,7 @@ class TeacherServer:
 
     def _scores(self, entries: list[dict[str, Any]], response: list[int], top_k: int) -> ServerScores:
         """Raises ServerError for entries without the numbers."""
-        logprobs, rows = [], []
+        logprobs, top = array("f"), array("f")
         for position, (token, entry) in enumerate(zip(response, entries, strict=True)):
             try:
                 found = {int(key): float(value["logprob"]) for key, value in entry.items()}
@@ -170,8 +177,8 @@ class TeacherServer:
             missing = top_k - len(best)
             ids, values = [float(key) for _, key in best], [value for value, _ in best]
             if top_k:
-                rows.append([*ids, *[-1.0] * missing, *values, *[-math.inf] * missing, tail])
-        return ServerScores(logprobs, rows)
+                top.extend([*ids, *[-1.0] * missing, *values, *[-math.inf] * missing, tail])
+        return ServerScores(logprobs, top)
 
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

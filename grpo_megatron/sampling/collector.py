@@ -287,7 +287,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
 
     Long columns are base64: JSON numbers would take several times the space. Images are without pixels.
     """
-    packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__}
+    packed = {name: getattr(sample, name) for name in Sample.__dataclass_fields__ if name != "scores"}
     is_graded = sample.finish_reason != UNFINISHED
     packed["prompt"] = asdict(without_row(sample.prompt) if is_graded else sample.prompt)
     packed["prompt"]["images"] = [[one.digest, *one.size, one.first] for one in sample.prompt.images]

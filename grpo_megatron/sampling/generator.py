@@ -74,6 +74,7 @@ class Generator:
     ) -> None:
         self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
         self.grading = Grading(pool, tokenizer)
+        self.on_complete: Callable[[Sample], None] = lambda sample: None  # on the leader of an engine replica
         self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
         self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.sequences
         self.weights_digest, self.max_failed_ratio = weights_digest, max_failed_ratio
@@ -115,7 +116,7 @@ class Generator:
             for finished in self._finished(wanted, queues, metrics):
                 for _, sample in finished:
                     drawn.append(sample)
-                    self.grading.add(sample)
+                    self.complete(sample)
                 self.grading.serve()
         self.record_cache(metrics)
         drawn.sort(key=lambda sample: (sample.prompt_index, sample.index))
@@ -184,6 +185,12 @@ class Generator:
             num_written=len(written),
             images=prompt.images,
         )
+
+    def complete(self, sample: Sample) -> None:
+        """Start what reads a complete sample, while the engine goes on: its grading, and `on_complete`. Returns at once."""
+        self.grading.add(sample)
+        if self.mesh.is_replica_leader:
+            self.on_complete(sample)
 
     def finish_grading(self, samples: Sequence[Sample], round_id: int, version: int, metrics: Metrics) -> None:
         """Wait for the rewards of `samples`, all that this replica has sampled. Collective. Raises RankError as `sample` does."""

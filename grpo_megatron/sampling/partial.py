@@ -134,7 +134,7 @@ class PartialCollector(PolicyCollector):
                 )
                 sample.finish_reason = UNFINISHED if is_cut else completion.finish_reason
                 if not is_cut:
-                    generator.grading.add(sample)
+                    generator.complete(sample)
             generator.grading.serve()
         local = [len(group.unfinished()) if self.mesh.is_replica_leader else 0 for group in in_progress]
         for group, num_unfinished in zip(in_progress, self.mesh.total(local), strict=True):

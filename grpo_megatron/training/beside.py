@@ -4,6 +4,7 @@ A reference starts as `ref.path`, or as the policy after the warm-up. Iterative 
 algorithm 1) replaces it with the current policy every `algorithm.iteration_steps` steps, and keeps a copy in
 `output_dir/iterations/step_000040/`, so that a run resumed within an iteration has the same reference. A policy with LoRA
 that starts from the reference's weights shares one model with it: its base, or the adapters of an earlier time.
+A teacher that is the policy of an earlier time (teachers.NAME.self=start) is such a model, too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from grpo_megatron.checks.models import has_critic
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.device import Device
-from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.heads.reward_folder import read_reward_folder
 from grpo_megatron.models.heads.scalar import ValueModel
 from grpo_megatron.models.policy import AdapterReference, Policy, Reference
@@ -48,47 +48,44 @@ class References:
     """The reference of a run. Build it on every rank after the warm-up. Raises ConfigError if a resumed run lacks its copy.
 
     The reference of step 0 is `ref.path`, or what the policy starts from. Copies of renewed ones are in `iterations`.
+    `teacher`: it is this teacher of the config instead, which starts as the policy does.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        arch: Architecture,
-        mesh: Mesh,
-        device: Device,
-        cadence: Cadence,
-        first_step: int,
-        policy: Policy,
-    ) -> None:
-        actor, algorithm = config.actor, config.algorithm
-        self.mesh, self.cadence, self.folder = mesh, cadence, config.trainer.output_dir / "iterations"
-        self.is_read = reads_reference(algorithm, actor)
+    def __init__(self, config: Config, policy: Policy, first_step: int, teacher: str | None = None) -> None:
+        actor, steps, path, self.prefix = config.actor, config.algorithm.iteration_steps, config.ref.path, "step_"
+        self.is_read = reads_reference(config.algorithm, actor)
+        if teacher is not None:
+            of_teacher = config.teachers[teacher]
+            actor, steps, path = of_teacher.layout(actor), of_teacher.renew_steps, None
+            self.prefix, self.is_read = f"{teacher}.step_", True
+        self.policy, self.cadence = policy, Cadence(config.trainer, steps)
+        self.folder = config.trainer.output_dir / "iterations"
         copy = self._copy_for(first_step)
-        path = copy or config.ref.path or policy_start(config)
+        start = copy or path or policy_start(config)
         self.reference: Reference | AdapterReference
-        if policy.lora is not None and (copy is not None or path == config.model.path):
-            adapters = copy or (config.actor.lora.path if config.ref.path is None else None)
-            stored = policy.lora.stored(adapters, arch, mesh) if adapters is not None else {}
+        if policy.lora is not None and (copy is not None or start == config.model.path):
+            adapters = copy or (config.actor.lora.path if path is None else None)
+            stored = policy.lora.stored(adapters, policy.arch, policy.mesh) if adapters is not None else {}
             self.reference = AdapterReference(policy, stored)
         else:
-            parts = (path, config.model.dtype, arch, actor, mesh, device)
+            parts = (start, config.model.dtype, policy.arch, actor, policy.mesh, policy.device)
             self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """Returns None where nothing reads them: the run only samples from the reference. Collective."""
         return self.reference.logprobs(batch) if self.is_read else None
 
-    def renew(self, step: int, policy: Policy, save_hf: Callable[..., None]) -> None:
+    def renew(self, step: int, save_hf: Callable[..., None]) -> None:
         """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
-        if policy.lora is not None and isinstance(self.reference, Reference):
-            self.reference = AdapterReference(policy, {})
-        self.reference.copy_from(policy)
+        if self.policy.lora is not None and isinstance(self.reference, Reference):
+            self.reference = AdapterReference(self.policy, {})
+        self.reference.copy_from(self.policy)
         save_hf(self._copy_of(step), adapters=True)
-        if self.mesh.rank == 0:
+        if self.policy.mesh.rank == 0:
             oldest_checkpoint = next(map(steps_of, on_disk(self.folder.parent)), 0)  # a run may still resume from it
             oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
-            for copy in self.folder.glob("step_*"):
-                if int(copy.name.removeprefix("step_")) < oldest_needed:
+            for copy in self.folder.glob(f"{self.prefix}*"):
+                if int(copy.name.removeprefix(self.prefix)) < oldest_needed:
                     remove_folder(copy)
 
     def _copy_for(self, first_step: int) -> Path | None:
@@ -102,13 +99,13 @@ class References:
         copy = self._copy_of(start)
         if not copy.is_dir():
             raise ConfigError(
-                f"step {first_step} continues the outer iteration that began at step {copy.name.removeprefix('step_')},"
+                f"step {first_step} continues the outer iteration that began at step {copy.name.removeprefix(self.prefix)},"
                 f" and its reference {str(copy)!r} is gone; put it back, or set trainer.resume_mode=disable"
             )
         return copy
 
     def _copy_of(self, step: int) -> Path:
-        return self.folder / f"step_{step:06d}"
+        return self.folder / f"{self.prefix}{step:06d}"
 
 
 # -- Critic: the value model of PPO (arXiv 1707.06347): its column of the table, its targets and its update ------------

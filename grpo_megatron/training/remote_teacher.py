@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,28 +41,29 @@ class RemoteTeacher:
         mesh, results = self.mesh, list[ServerScores | ServerError]()
         rows = sorted(row for mini in batch.mini_batches for micro in mini for row in micro)
         if mesh.is_replica_reporter:
-            cut = [(batch.tokens[row].tolist(), batch.prompt_lengths[row]) for row in rows]
-            results = self.server.score([(ids[:length], ids[length:]) for ids, length in cut], top_k)
+            known = {row: one for row, (*_, one) in enumerate(batch.teacher_prompts) if one is not None}  # asked before
+            asked = [(batch.tokens[row].tolist(), batch.prompt_lengths[row]) for row in rows if row not in known]
+            scored = iter(self.server.score([(ids[:length], ids[length:]) for ids, length in asked], top_k))
+            results = [known[row] if row in known else next(scored) for row in rows]
         self._stop_at_failures(results)
         parcels = []
         if mesh.is_replica_reporter:
-            scored = [None if isinstance(one, ServerError) else torch.tensor(one.logprobs).numpy() for one in results]
-            top = [None if isinstance(one, ServerError) else torch.tensor(one.top).numpy() for one in results]
+            pairs: list[tuple[Any, Any]] = [(None, None) if isinstance(one, ServerError) else one for one in results]
             ranks, width = mesh.ranks_of_replica(mesh.dp_rank), mesh.tp * mesh.cp
-            parcels = [Parcel(tuple(ranks[-width:]), mesh.rank, (scored, top))]
-            parcels += [Parcel(tuple(ranks[:-width]), mesh.rank, (scored, []))] if mesh.pp > 1 else []
+            parcels = [Parcel(tuple(ranks[-width:]), mesh.rank, pairs)]
+            parcels += (
+                [Parcel(tuple(ranks[:-width]), mesh.rank, [(one, None) for one, _ in pairs])] if mesh.pp > 1 else []
+            )
         [parcel] = mesh.route(parcels)
         logprobs, distributions = torch.zeros(batch.response_mask.shape), list[Tensor | None]()
-        scored, top = parcel.content
-        for row, numbers in zip(rows, scored, strict=True):
+        for row, (numbers, _) in zip(rows, parcel.content, strict=True):
             length = len(batch.tokens[row]) - batch.prompt_lengths[row]
-            logprobs[row, :length] = (
-                torch.nan if numbers is None else torch.from_numpy(numbers).clamp(min=LEAST_LOGPROB)
-            )
+            logprobs[row, :length] = torch.nan if numbers is None else torch.tensor(numbers).clamp(min=LEAST_LOGPROB)
         if top_k and mesh.is_last_stage:
             distributions = [None] * len(batch)
-            for row, best in zip(rows, top, strict=True):
-                distributions[row] = None if best is None else torch.from_numpy(best).clamp(min=LEAST_LOGPROB)
+            for row, (_, best) in zip(rows, parcel.content, strict=True):
+                if best is not None:
+                    distributions[row] = torch.tensor(best).view(-1, 2 * top_k + 1).clamp(min=LEAST_LOGPROB)
         return logprobs, distributions
 
     def _stop_at_failures(self, results: list[ServerScores | ServerError]) -> None:

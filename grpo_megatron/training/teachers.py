@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -15,36 +17,57 @@ from grpo_megatron.algo.plan import pack_units, row_weights
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, Config, TeacherConfig
 from grpo_megatron.models.lora.peft_folder import PeftFolder
-from grpo_megatron.models.policy import AdapterReference, Policy, Reference
+from grpo_megatron.models.policy import Policy, Reference
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.exchange import build_batch
 from grpo_megatron.parallel.mesh import Mesh, SecondLayout
 from grpo_megatron.rewards.teacher_server import teacher_server
-from grpo_megatron.training.beside import policy_start
+from grpo_megatron.training.beside import References, policy_start
 from grpo_megatron.training.remote_teacher import RemoteTeacher
-from grpo_megatron.types import Batch, Plan, TeacherScores
+from grpo_megatron.types import GREEDY, Batch, Plan, Sample, TeacherScores
 
 
 class Teachers:
     """The teachers of a run, in the policy's layout or their own. They sleep as the reference does. Build it on every rank."""
 
-    def __init__(self, config: Config, checked: Checked, policy: Policy) -> None:
+    def __init__(self, config: Config, checked: Checked, policy: Policy, first_step: int) -> None:
         self.config, self.mesh, self.num_ids = config, policy.mesh, policy.arch.vocab_size
         archs = (checked.teachers.get(name, policy.arch) for name in config.teachers)  # a server may have any
         self.num_rows = [arch.vocab_size for arch in archs]  # of their vocabularies
         self.layouts = [_layout(config, teacher, policy) for teacher in config.teachers.values()]
-        self.models: list[Policy | Reference | AdapterReference | RemoteTeacher] = []
+        self.models: list[Policy | Reference | References | RemoteTeacher] = []
         for name, layout in zip(config.teachers, self.layouts, strict=True):
             with layout.active() if layout is not None else contextlib.nullcontext():
-                self.models.append(
-                    _build(config, checked, policy, name, policy.mesh if layout is None else layout.mesh)
-                )
+                mesh = policy.mesh if layout is None else layout.mesh
+                self.models.append(_build(config, checked, policy, name, mesh, first_step))
+        remote = zip(config.teachers, self.models, strict=True)
+        self.servers = {name: model.server for name, model in remote if isinstance(model, RemoteTeacher)}
+        self.renewed = [model for model in self.models if isinstance(model, References)]
         objective = config.distillation
+        self.top_k = objective.top_k if objective.kl != "sampled" else 0
         self.heads: list[Tensor | None] = []  # of the distributions over the whole vocabulary
         if objective.reads_states:
             for name, teacher in config.teachers.items():
                 dtype, path = getattr(torch, teacher.dtype or config.model.dtype), teacher.path or policy_start(config)
                 self.heads.append(policy.teacher_head(path, checked.teachers[name], dtype))
+
+    def start(self, sample: Sample) -> None:
+        """Send a complete sample to its teacher's server, if it has one, while the engine generates others. Returns at once."""
+        prompt = sample.prompt
+        if sample.index != GREEDY and prompt.teacher in self.servers:
+            row = [*(prompt.teacher_ids or prompt.prompt_ids)], sample.response_ids
+            sample.scores = self.servers[prompt.teacher].start(row, self.top_k)
+
+    def wait(self, samples: Sequence[Sample]) -> None:
+        """Wait for the servers' scores of what `start` has sent."""
+        for sample in samples:
+            if isinstance(sample.scores, Future):
+                sample.scores = sample.scores.result()
+
+    def close(self) -> None:
+        """Forget what no server has been asked yet."""
+        for server in self.servers.values():
+            server.close()
 
     def score(self, batch: Batch) -> TeacherScores:
         """Compute what the objective reads of the responses. Collective."""
@@ -76,7 +99,8 @@ class Teachers:
 
     def _scored(self, part: Batch, number: int) -> tuple[Tensor, list[Tensor | None]]:
         """Returns log-probabilities [B, R] and distributions of the rows in micro-batches of `part`. Collective."""
-        objective, model = self.config.distillation, self.models[number]
+        objective, built = self.config.distillation, self.models[number]
+        model = built.reference if isinstance(built, References) else built
         if objective.kl == "sampled":
             return model.logprobs(part), []
         return model.distribution(part, objective.top_k, self.num_ids)
@@ -146,7 +170,7 @@ class Teachers:
         names = list(self.config.teachers)
         if self.config.distillation.key is None:
             return [0] * len(batch)
-        return [names.index(name) if name else -1 for name, _ in batch.teacher_prompts]
+        return [names.index(name) if name else -1 for name, *_ in batch.teacher_prompts]
 
     def _part(self, batch: Batch, index: list[int], number: int) -> Batch:
         """The rows of one teacher, in the micro-batches of the update; with prompts of its own, in others.
@@ -199,8 +223,8 @@ def _layout(config: Config, teacher: TeacherConfig, policy: Policy) -> SecondLay
 
 
 def _build(
-    config: Config, checked: Checked, policy: Policy, name: str, mesh: Mesh
-) -> Policy | Reference | AdapterReference | RemoteTeacher:
+    config: Config, checked: Checked, policy: Policy, name: str, mesh: Mesh, first_step: int
+) -> Policy | Reference | References | RemoteTeacher:
     """Build one teacher. The policy as it is needs no memory, and with LoRA nor does the policy as it started. Collective."""
     teacher = config.teachers[name]
     if teacher.url is not None:
@@ -208,18 +232,16 @@ def _build(
         return RemoteTeacher(server, policy.mesh, config.reward.max_failed_ratio)
     if teacher.self == "current":
         return policy
-    if teacher.self == "start" and policy.lora is not None and not config.sft.steps:
-        adapters = config.actor.lora.path
-        stored = policy.lora.stored(adapters, policy.arch, policy.mesh) if adapters is not None else {}
-        return AdapterReference(policy, stored)
-    path, dtype = teacher.path or policy_start(config), teacher.dtype or config.model.dtype
-    parts = (path, dtype, checked.teachers[name], teacher.layout(config.actor), mesh, policy.device)
+    if teacher.path is None:
+        return References(config, policy, first_step, name)
+    dtype = teacher.dtype or config.model.dtype
+    parts = (teacher.path, dtype, checked.teachers[name], teacher.layout(config.actor), mesh, policy.device)
     options: dict[str, Any] = {"temperature": config.rollout.temperature}
     if teacher.adapters is not None:
         options["read"] = PeftFolder(teacher.adapters).merged(checked.teachers[name], getattr(torch, dtype))
     return Reference.load(*parts, **options)
 
 
-def build_teachers(config: Config, checked: Checked, policy: Policy) -> Teachers | None:
+def build_teachers(config: Config, checked: Checked, policy: Policy, first_step: int) -> Teachers | None:
     """Build the teachers of the config; None without. Collective."""
-    return Teachers(config, checked, policy) if config.teachers else None
+    return Teachers(config, checked, policy, first_step) if config.teachers else None

@@ -124,6 +124,7 @@ DPO PAIRS actor.ppo_micro_batch_size_per_gpu=1 => has no room for a pair
 DPO PAIRS actor.ppo_max_token_len_per_gpu=4000 => 2 x (data.max_prompt_length + data.max_response_length) = 6144
 algorithm.adv_estimator=zero => leaves all that is learnt to teachers
 distillation.kl=forward => distillation.kl=forward has no effect with teachers={}; set teachers
+TEACHER distillation.loss_agg_mode=token-men => distillation.loss_agg_mode: unknown
 TEACHER distillation.beta=0.3 => has no effect with distillation.kl=sampled; set distillation.kl=jsd
 TEACHER distillation.top_k=8 => set another distillation.kl
 TEACHER distillation.kl=reverse distillation.discount=0.5 => has no effect with distillation.kl=reverse
@@ -136,8 +137,12 @@ TEACHER teachers.t.pipeline_model_parallel_size=2 => has no effect without tenso
 teachers.t.self=start teachers.t.tensor_model_parallel_size=2 => it is the policy, in the policy's layout
 TEACHER teachers.t.max_prompt_length=9 => has no effect without prompt_column
 teachers.t.self=current => teaches nothing without a prompt_column
+teachers.t.self=start algorithm.adv_estimator=zero => teachers.t.self=start is the policy itself, which teaches nothing
+teachers.t.self=start teachers.t.renew_steps=100 => is never reached in trainer.total_training_steps=100
 teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype
-teachers.t.self=current distillation.kl=forward distillation.top_k=0 => has another output head in each step
+teachers.t.self=current distillation.kl=forward distillation.top_k=0 => teachers.t changes, and its output head with it
+teachers.t.self=start teachers.t.renew_steps=2 distillation.kl=forward distillation.top_k=0 => and its output head with it
+TEACHER teachers.t.renew_steps=2 => teachers.t.renew_steps=2 is of the policy as it was; set self=start, or leave it out
 TEACHER SERVER => teachers.t needs either path, or self=start or current, or url; set exactly one of them
 TEACHER teachers.t.model=m => teachers.t.model and api_key_env are of a server; set url, or leave them out
 SERVER teachers.t.url=host:1 => teachers.t.url='host:1' is no http address

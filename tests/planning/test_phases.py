@@ -215,6 +215,25 @@ def test_teachers_sleep_and_score_one_after_the_other() -> None:
     assert logits[1] - logits[0] == (10 - 4.5) * 4 * 4096 * 128_256  # copies of a chunk
 
 
+@pytest.mark.parametrize(
+    ("teacher", "actor", "weights", "adapters"),
+    [
+        ({"self": "current"}, {}, 0, 0),
+        ({"self": "start"}, {}, 1, 0),
+        ({"self": "start"}, {"lora": {"rank": 8}}, 0, 0),
+        ({"self": "start", "renew_steps": 5}, {"lora": {"rank": 8}}, 0, 1),
+        ({"self": "start"}, {"lora": {"rank": 8, "path": "x"}}, 0, 1),
+    ],
+)
+def test_a_teacher_that_is_the_policy_costs_what_differs(
+    teacher: dict[str, Any], actor: dict[str, Any], weights: int, adapters: int
+) -> None:
+    config, models = config_of(teachers={"t": teacher}, actor=actor), RunModels(arch_8b(), teachers=(arch_8b(),))
+    stages = models.stages(config)
+    (memory,) = memory_of_stages(config, 8, *stages)
+    assert memory.teacher_weights == (weights * 2 * P + adapters * 2 * (stages[0][0].adapters or 0),)
+
+
 def test_the_host_has_offloaded_copies_and_a_share_of_every_save() -> None:
     """A save of 8 data-parallel ranks. A saved parameter is 2 bytes of weights and 12 of Adam; the gradients go nowhere.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,18 +72,18 @@ def test_scores_of_responses(address: str) -> None:
     rows = [([1, 2], [7, 1]), ([3], [0])]
     first, second = teacher(address, "busy", num_ids=3).score(rows, 4)
     assert isinstance(first, ServerScores) and isinstance(second, ServerScores)
-    assert first.logprobs == [LOGPROBS[7], LOGPROBS[1]] and second.logprobs == [LOGPROBS[0]]
+    assert [*first.logprobs] == [LOGPROBS[7], LOGPROBS[1]] and [*second.logprobs] == [LOGPROBS[0]]
     tail = math.log(1 - sum(math.exp(LOGPROBS[token]) for token in range(3)))
-    assert first.top == [[0, 1, 2, -1, *LOGPROBS[:3], -math.inf, pytest.approx(tail)]] * 2
+    assert [*first.top] == [0, 1, 2, -1, *LOGPROBS[:3], -math.inf, pytest.approx(tail)] * 2
     [plain] = teacher(address).score(rows[:1], 0)
-    assert plain == ServerScores(first.logprobs, [])
+    assert plain == (first.logprobs, array("f"))
 
 
 def test_a_tail_without_digits_is_bounded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.rewards.test_teacher_server.LOGPROBS", [0.0, *[-9.0 - t for t in range(19)]])
     [scores] = teacher(address).score([([1], [0, 5])], 1)
     assert isinstance(scores, ServerScores)
-    assert [row[2] for row in scores.top] == pytest.approx([math.log(TAIL), -13.0])
+    assert [*scores.top[2::3]] == pytest.approx([math.log(TAIL), -13.0])
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def test_vllm_serve(tmp_path: Path) -> None:
             logp = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         best, want = logp.topk(8), logp.gather(1, torch.tensor(response)[:, None]).squeeze(1)
         assert isinstance(scores, ServerScores)
-        top = torch.tensor(scores.top, dtype=torch.float64)
+        top = torch.tensor(scores.top, dtype=torch.float64).view(-1, 17)
         torch.testing.assert_close(torch.tensor(scores.logprobs, dtype=torch.float64), want, rtol=0, atol=1e-5)
         assert torch.equal(top[:, :8].long(), best.indices)
         torch.testing.assert_close(top[:, 8:16], best.values, rtol=0, atol=1e-5)

@@ -335,7 +335,7 @@ def test_a_sample_survives_packing(mask: list[int]) -> None:
     n = len(mask)
     logprobs = [-0.1 * t for t in range(n)]
     sample = Sample(about, 3, 1, list(range(n)), logprobs, "stop", 7, text="x", reward=0.5, loss_mask=mask)
-    sample.weights_digest = "d7"
+    sample.weights_digest, sample.scores = "d7", object()  # no JSON: a server would be asked again
     sample.steps = [(n - 1, 0.25)]
     sample.turns = [Turn(0, n - 1, "assistant", 7, 3), Turn(n - 1, n, "observation", 7, 11)]
     sample.status, sample.turn_rewards, sample.trajectory_metrics = "turn_limit", [(n - 2, 0.5)], {"tool_calls": 2.0}

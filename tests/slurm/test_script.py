@@ -130,6 +130,22 @@ def test_the_last_line_says_what_happened(
         assert (job.out / "attempts/7-1/interrupted").exists()
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_last_node_serves_a_teacher(job: Job, ends: bool) -> None:
+    """It has no ranks, which begin when it answers; where it ends first, nothing is trained."""
+    serves = "exit 1" if ends else "touch $OUT/serves; exec sleep 3"
+    does = f'case "$*" in *--nodelist=node2*"bash -c serve it") {serves} ;; *--nodelist=node1*) {DONE} ;; esac'
+    (job.folder / "bin/curl").write_text(
+        "#!/usr/bin/env bash\n[[ $* == *http://node2:8000/health ]] && [ -e $OUT/serves ]"
+    )
+    (job.folder / "bin/curl").chmod(0o755)
+    status, text = job.run(TEACHER="large", SERVE="serve it", TRAIN_DOES=does)
+    assert (status, "finished" in text) == ((75, False) if ends else (0, True)), text
+    command = (job.out / "attempts/7-0/command.txt").read_text().splitlines()
+    assert {"teachers.large.url=http://node2:8000/v1", "trainer.nnodes=1"} <= {*command}
+    assert ("the teacher's server has ended" in text) == ends
+
+
 def test_usr1_stops_the_run(job: Job) -> None:
     waits = f"touch $OUT/runs; until [ -e $OUT/attempts/7-0/stop ]; do sleep 0.05; done; {STOPPED}"
     process = job.start(TRAIN_DOES=waits)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import ConfigError
-from grpo_megatron.rewards.teacher_server import TeacherServer
+from grpo_megatron.rewards.teacher_server import PROBES, TeacherServer
 from grpo_megatron.training.remote_teacher import RemoteTeacher, without_failed
 from grpo_megatron.types import TeacherScores
 from tests import tiny
@@ -23,7 +23,7 @@ from tests.algo.tables import make_table
 from tests.models.policies import LAYOUTS, Layout, share, world
 from tests.rewards.test_teacher_server import LOGPROBS, REFUSED, Stub
 from tests.rewards.waiting import QuietHandler, serving
-from tests.runs import SIZES
+from tests.runs import SIZES, write_rows
 from tests.tiny import make_model
 from tests.training.test_teachers import large, make_teachers, steps
 from tests.worlds import ranks
@@ -81,10 +81,12 @@ class Served(QuietHandler):
     """The replies of vLLM for a model that transformers computes."""
 
     model: Any
+    lengths: list[int]  # of the requests
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids, entries = body["prompt"], list[Any]([None])
+        type(self).lengths.append(len(ids))
         with torch.no_grad():
             logp = type(self).model(torch.tensor([ids])).logits[0].log_softmax(-1)
         for token, row in zip(ids[1:], logp, strict=False):
@@ -96,19 +98,24 @@ class Served(QuietHandler):
 
 
 def test_a_run_learns_from_a_server_as_from_its_folder(tmp_path: Path) -> None:
-    """Sampled and best tokens, beside rewards or without; the check before the run asks the server, too."""
+    """Sampled and best tokens, beside rewards or without, also with a prompt of its own; the check asks the server, too.
+
+    Each response is sent once, when it is complete: before the step's rewards and batch are made.
+    """
     make_teachers(tmp_path)
+    write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"{n} + 1 =", "hint": f"{n} + 1 = {n + 1} ."} for n in range(9)])
     make_model(tmp_path / "large", "mistral", seed=3, **SIZES)  # a server's ids of padding leave fewer than k
-    Served.model = AutoModelForCausalLM.from_pretrained(tmp_path / "large")
+    Served.model, Served.lengths = AutoModelForCausalLM.from_pretrained(tmp_path / "large"), []
     with serving(Served) as address:
         local = [*large(tmp_path), "rollout.temperature=1.0", "algorithm.adv_estimator=zero"]
         remote = [*local[1:], f"teachers.t.url={address}/v1", "teachers.t.model=large"]
-        modes = [], ["distillation.kl=reverse", "distillation.top_k=8"]
+        modes = [], ["distillation.kl=reverse", "distillation.top_k=8", "teachers.t.prompt_column=hint"]
         cases = [[*teacher, *mode] for mode in modes for teacher in (local, remote)]
         results = steps(2, folder=tmp_path, cases=cases)
+    assert sum(length < PROBES for length in Served.lengths) == 2 * 12
     for rank in results:
         for one, other in zip(rank[::2], rank[1::2], strict=True):
-            assert one["pairs"] == other["pairs"]
+            assert one["pairs"] == other["pairs"] and (one["num_sent"], other["num_sent"]) == (0, 6)
             given, want = other["batch"].teacher, one["batch"].teacher
             torch.testing.assert_close(given.logprobs, want.logprobs, rtol=0, atol=2e-5)
             assert torch.equal(given.weights, want.weights) and bool(want.weights.any())
@@ -126,6 +133,7 @@ def test_a_server_without_the_model_is_named_before_the_run(tmp_path: Path, addr
     config = load_config(tmp_path / "run.yaml", [*settings, "rollout.engine=transformers", "actor.use_kl_loss=false"])
     with pytest.raises(ConfigError, match=r"teachers\.t \(model 'unknown' at http.*HTTP status 404"):
         validate(config, 2, rehearsed=True)
+    validate(config, 2, rehearsed=True, dry_run=True, elsewhere=True)  # a plan for other machines, which may reach it
 
 
 def test_too_many_failures_stop_the_run(address: str) -> None:

@@ -14,6 +14,8 @@ import grpo_megatron
 from grpo_megatron.algo.distillation import LEAST_LOGPROB
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.cli.config_file import load_config
+from tests import worlds
+from tests.e2e import run_ranks
 from tests.models.test_divergence import dense, dense_divergence
 from tests.runs import SIZES, make_run, write_rows, write_tokenizer
 from tests.stored import rows_without
@@ -47,12 +49,15 @@ def steps(folder: Path, cases: list[list[str]]) -> list[dict[str, Any]]:
             mock.patch.object(run_module, "destroy_mesh", destroy_model_parallel),  # the world is used again
             grpo_megatron.open(folder / "run.yaml", settings) as run,
         ):
-            batch = run.batch(run.sample(run.prompts[:4]))
+            samples = run.sample(run.prompts[:4])
+            num_sent = sum(sample.scores is not None for sample in samples)  # to a server, while others were generated
+            batch = run.batch(samples)
             pairs = [(t[:p].tolist(), t[p:].tolist()) for t, p in zip(batch.tokens, batch.prompt_lengths, strict=True)]
             metrics = [
                 run.forward_backward(batch, mini_batch=n) | run.optim_step() for n in range(len(batch.mini_batches))
             ]
             results.append({"pairs": pairs, "batch": batch, "metrics": metrics, "rewards": batch.table.reward})
+            results[-1]["num_sent"] = num_sent
     return results
 
 
@@ -119,7 +124,7 @@ def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Pat
     With fewer rows than the policy's, an id beyond them has e^-87, and is read as the last one. That teacher has adapters.
     """
     make_teachers(tmp_path, num_rows)
-    folder, of_teacher = tmp_path / "large", large(tmp_path)
+    folder, of_teacher = tmp_path / "large", [*large(tmp_path), f"rollout.stop_token_ids={[*range(20, 45)]}"]
     if num_rows == 60:
         folder = merge_adapters(tmp_path)
         of_teacher.append(f"teachers.t.adapters={tmp_path / 'adapters'}")
@@ -130,7 +135,7 @@ def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Pat
     cases = [[*of_teacher, *ALONE, micro, *mode] for mode in modes]
     results = steps(2, folder=tmp_path, cases=cases)
     counts = [len(response) for rank in results for _, response in rank[1]["pairs"]]
-    assert len(counts) == 12  # rows without a reward are in the loss
+    assert len(counts) == 12 and len({*counts}) > 1  # rows without a reward are in the loss
     for rank in results:
         for number, result in enumerate(rank):
             batch, metrics = result["batch"], result["metrics"][0]
@@ -178,19 +183,51 @@ def test_a_row_has_the_teacher_and_the_prompt_of_its_columns(tmp_path: Path) -> 
             assert {"distillation/reverse_kl/a", "distillation/reverse_kl/other"} <= result["metrics"][0].keys()
 
 
+@pytest.mark.parametrize("adapted", [[], ["actor.lora.rank=4"]])
+def test_the_policy_of_some_steps_ago_teaches_also_after_a_resume(tmp_path: Path, adapted: list[str]) -> None:
+    """It is the policy itself before the updates of steps 0 and 2, so that its term is exactly 0 there, and not at 1 and 3.
+
+    A run that ends after three steps goes on with the copy of step 2, and has the weights of the other, bit for bit.
+    """
+    make_teachers(tmp_path)
+    common = [*SETTINGS, *adapted, "teachers.t.self=start", "teachers.t.renew_steps=2", "trainer.n_gpus_per_node=1"]
+    common += ["reward.function=tests.e2e.rewards:length_reward", "actor.optim.lr=0.01"]
+    parts = {"whole": (4, -1), "stopped": (3, 3), "resumed": (4, 3)}  # steps, save_freq
+    configs = []
+    for name, (steps, save_freq) in parts.items():
+        output = tmp_path / name.replace("stopped", "resumed")
+        trainer = {"total_training_steps": steps, "save_freq": save_freq, "output_dir": output}
+        changes = [f"trainer.{key}={value}" for key, value in trainer.items()]
+        configs.append(load_config(tmp_path / "run.yaml", [*common, *changes]))
+    whole, stopped, resumed = worlds.run(run_ranks.train_many, 1, raws=configs)[0]
+    for name, tensor in whole["weights"].items():
+        assert torch.equal(tensor, resumed["weights"][name])
+    assert any(not torch.equal(tensor, whole["weights"][name]) for name, tensor in stopped["weights"].items())
+    kls, again = (
+        [row["distillation/reverse_kl"] for row in rows_without(tmp_path / name)] for name in ("whole", "resumed")
+    )
+    assert kls == again and [kl == 0 for kl in kls] == [True, False, True, False]
+    [copy] = (tmp_path / "resumed" / "iterations").iterdir()
+    assert copy.name == "t.step_000002" and bool([*copy.glob("adapter*")]) == bool(adapted)
+
+
 def test_a_row_without_a_teacher_is_named(tmp_path: Path) -> None:
     make_teachers(tmp_path)
     teachers = f"teachers={{a: {{path: {tmp_path / 'model'}, prompt_column: hint, max_prompt_length: 3}}}}"
-    for row, message in (
-        ({"kind": "b"}, "column 'kind' is 'b', and no teacher has this key (a); add one, or take the row out"),
-        ({"kind": "a"}, "hint"),
+    idle = f"teachers.idle.path={tmp_path / 'model'}"
+    for row, more, message in (
+        ({"kind": "b"}, [], "column 'kind' is 'b', and no teacher has this key (a); add one, or take the row out"),
+        ({}, [], "column 'kind' is missing"),
+        ({"kind": "a"}, [], "hint"),
         (
             {"kind": "a", "hint": "1 + 1 = 2"},
+            [],
             "the prompt of teacher 'a' has 5 tokens, and teachers.a.max_prompt_length=3",
         ),
+        ({"kind": "a", "hint": "1"}, [idle], "teachers.idle: no row has its key 'idle' in the column 'kind'"),
     ):
         rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "1 + 1 =", **row}])
-        settings = [teachers, "distillation.key=kind", f"data.train_files=[{rows}]", *SETTINGS, *ALONE]
+        settings = [teachers, *more, "distillation.key=kind", f"data.train_files=[{rows}]", *SETTINGS, *ALONE]
         with pytest.raises(grpo_megatron.ConfigError, match=re.escape(message)):
             validate(load_config(tmp_path / "run.yaml", [*settings, f"trainer.output_dir={tmp_path / 'out'}"]), 2)
 
