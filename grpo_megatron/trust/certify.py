@@ -376,7 +376,10 @@ PROOFS: dict[str, tuple[float, Callable[[Bench], ProofResult]]] = {  # in base r
 
 
 def plant(fault: Mapping[str, Any]) -> None:
-    """Patch this rank: kill it in a phase of its second step, change a bit of a tensor of each sync, or delay its phases."""
+    """Patch this rank: kill it in a phase of its second step, change a bit of a tensor of each sync, or delay its phases.
+
+    For `diff --replay`: keep a gradient.
+    """
     from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.sync.attest import EngineWeights
 
@@ -396,9 +399,28 @@ def plant(fault: Mapping[str, Any]) -> None:
     def corrupted(weights: EngineWeights, stream: Iterator[Any], *arguments: Any) -> None:
         load(weights, _changed(stream, fault["corrupt"], Path(fault["note"])), *arguments)
 
+    if "gradient" in fault:
+        keep_gradient(fault["gradient"], fault["model"], fault["update"], Path(fault["note"]))
+        return
     Metrics.phase = watched  # type: ignore[method-assign, assignment]
     if "corrupt" in fault:
         EngineWeights.load = corrupted  # type: ignore[method-assign, assignment]
+
+
+def keep_gradient(name: str, model: str, update: int, file: Path) -> None:
+    """Patch this rank to write a tensor's gradient in an optimizer step; that of the last step stays."""
+    import torch
+
+    from grpo_megatron.training.trace import Trace
+
+    digest = Trace.gradients
+
+    def kept(trace: Trace, norm: float, sums: Any, prefix: str = "") -> None:
+        digest(trace, norm, sums, prefix)
+        if (prefix, len(trace.norms[prefix]) - 1) == (model, update):
+            torch.save(trace.models[prefix].gradient(name), file)
+
+    Trace.gradients = kept  # type: ignore[method-assign, assignment]
 
 
 def _changed(stream: Iterator[Any], number: int, note: Path) -> Iterator[Any]:
