@@ -24,12 +24,13 @@ import numpy as np
 from grpo_megatron.report.metrics import Array
 from grpo_megatron.report.run_folder import read_metrics
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.run_files import TRACE_FOLDER
+from grpo_megatron.storage.run_files import TRACE_FOLDER, WARM_UP_FOLDER
 from grpo_megatron.untrusted import ReadError, parse_json
 
 FORMAT = 2
 FAN = 16
 STEPS_FILE = "steps.jsonl"
+FACT_TABLES = ("libraries", "code", "machine", "layout", "state", "beside")  # each a table of names and values
 
 
 @dataclass(frozen=True)
@@ -271,9 +272,11 @@ class TraceFolder:
         if not run.is_dir():
             raise StorageError(f"{run} is no folder; name the trainer.output_dir of a run")
         if not (self.folder / STEPS_FILE).is_file():
+            near = [path for path in (run / WARM_UP_FOLDER, run.parent) if (path / TRACE_FOLDER / STEPS_FILE).is_file()]
+            remedy = f"name {near[0]}, which has one" if near else "run it again"
             raise StorageError(
                 f"{run} has no trace ({TRACE_FOLDER}/{STEPS_FILE}): it was run with trainer.trace=off, before its first step"
-                " ended, or by a version without traces; run it again"
+                f" ended, or by a version without traces; {remedy}"
             )
         try:
             rows = read_metrics(self.folder / STEPS_FILE)
@@ -287,7 +290,7 @@ class TraceFolder:
             if isinstance(row.get("facts"), dict):
                 self.facts[row["step"]] = row["facts"]
             elif isinstance(row.get("inputs"), dict):
-                self.inputs = row["inputs"]
+                self.inputs = {key: files for key, files in row["inputs"].items() if isinstance(files, dict)}
             elif isinstance(row.get("saved"), str):
                 self.saved[row["step"]] = row["saved"]
             elif isinstance(row.get("stages"), dict):
@@ -298,7 +301,9 @@ class TraceFolder:
                 f"{run} has a trace of format {', '.join(map(str, formats - {FORMAT}))}, and this version reads {FORMAT}; run"
                 " both with one version, or compare their metrics with `report`"
             )
-        if not self.facts or not all({"layout", "tensors"} <= facts.keys() for facts in self.facts.values()):
+        parts = [facts.get(key, {}) for facts in self.facts.values() for key in FACT_TABLES]
+        is_complete = all({"layout", "tensors"} <= facts.keys() for facts in self.facts.values())
+        if not self.facts or not is_complete or not all(isinstance(part, dict) for part in parts):
             raise StorageError(
                 f"{self.folder / STEPS_FILE} has no complete line with the facts of the run: its beginning was cut off"
             )

@@ -315,10 +315,10 @@ def digest_groups(slices: Sequence[DigestSlice]) -> list[list[list[int]]]:
 
 
 def grouped_values(
-    slices: Sequence[DigestSlice], read: Callable[[str], Tensor]
+    slices: Sequence[DigestSlice], read: Callable[[str], Tensor], groups: Sequence[list[list[int]]] | None = None
 ) -> Iterator[tuple[Tensor, DigestSlice, list[int]]]:
     """Yield (values [n, ...], the first slice of them, the numbers of all), until every slice was there once."""
-    for group in digest_groups(slices):
+    for group in digest_groups(slices) if groups is None else groups:
         parameters = [read(slices[numbers[0]].parameter) for numbers in group]
         values = group_view(parameters)
         if values is None and (backward := group_view(parameters[::-1])) is not None:

@@ -36,7 +36,14 @@ from grpo_megatron.report.trace_file import FORMAT, STAGES, STEPS_FILE, Leaves, 
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import TRACE_FOLDER
 from grpo_megatron.sync.attest import Provenance
-from grpo_megatron.sync.digest import DigestSlice, group_digests, group_magnitudes, grouped_values, ragged_digests
+from grpo_megatron.sync.digest import (
+    DigestSlice,
+    digest_groups,
+    group_digests,
+    group_magnitudes,
+    grouped_values,
+    ragged_digests,
+)
 from grpo_megatron.sync.plan import Shard, SyncParameter, SyncTensor
 from grpo_megatron.training.checkpoint import TrainedModel
 from grpo_megatron.training.dump import metric_parts, metric_values
@@ -184,10 +191,21 @@ class TracedTensors:
             kind: torch.tensor([place[one.tensor.name] for one in slices]) for kind, slices in self._slices.items()
         }
 
+        self._groups = {kind: digest_groups(slices) for kind, slices in self._slices.items()}
+
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Digest this rank's part of the gradients: int64 [tensors], float64 [tensors, 2]."""
         gradients = self.policy.gradients()
         return self._table("gradients", gradients.__getitem__)
+
+    def gradient(self, name: str) -> Tensor:
+        """Return this rank's part of a tensor's gradient; all of it in a run on one rank."""
+        gradients, slices = self.policy.gradients(), (s for s in self._slices["gradients"] if s.tensor.name == name)
+        parts = [
+            (s.tensor.axis, gradients[s.parameter].narrow(s.tensor.axis, s.local_start, s.stop - s.start))
+            for s in sorted(slices, key=lambda s: s.start)
+        ]
+        return torch.cat([part for _, part in parts], parts[0][0])
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Digest this rank's part of the weights. Collective."""
@@ -218,7 +236,7 @@ class TracedTensors:
         order: list[int] = []
         parts: list[tuple[Tensor, ...]] = []
         with torch._C.DisableTorchFunction():  # Megatron's context looks at every operation
-            for group, slice_, numbers in grouped_values(slices, read):
+            for group, slice_, numbers in grouped_values(slices, read, self._groups[kind]):
                 order += numbers
                 start = slice_.tensor, slice_.start
                 parts.append((group_digests(group, *start), *group_magnitudes(group.detach(), *start)))
@@ -254,15 +272,18 @@ class Trace:
         self.policy, self.provenance, self.inputs = policy, provenance, inputs
         self.tensors = TracedTensors(policy)
         self._beside = {f"{one.folder_name.replace('_', ' ')} ": one.model for one in beside}
-        self._models = {"": self.tensors, **{prefix: TracedTensors(model) for prefix, model in self._beside.items()}}
+        self.models = {"": self.tensors, **{prefix: TracedTensors(model) for prefix, model in self._beside.items()}}
         self._begin_step()
         self._folder = trainer.output_dir / TRACE_FOLDER
         self._sink: JsonlSink | None = None
         state = self._state() if first_step else {}
         facts = run_facts(config, policy, self.tensors.names) | {"state": state}
-        facts["beside"] = {prefix: self._models[prefix].names for prefix in self._beside}
+        facts["beside"] = {prefix: self.models[prefix].names for prefix in self._beside}
+        engine_names = [name for row in model_rows(policy.arch).values() for name in row.hf]
+        if provenance is not None and engine_names != self.tensors.names:  # merged adapters, constants
+            facts["beside"]["engine weights"] = engine_names
         initial = (
-            {} if first_step else {f"{one}weights": self._leaves(one, TracedTensors.weights) for one in self._models}
+            {} if first_step else {f"{one}weights": self._leaves(one, TracedTensors.weights) for one in self.models}
         )
         on_first_rank(self.mesh, f"cannot write {self._folder}", lambda: self._open(first_step, facts, initial))
         policy.on_gradients = lambda *update: self.gradients(*update)
@@ -281,28 +302,28 @@ class Trace:
         self._sink.append(first_step, {"facts": facts})
 
     def _begin_step(self) -> None:
-        self._tables: dict[str, list[tuple[Tensor, Tensor]]] = {prefix: [] for prefix in self._models}  # of gradients
-        self._norms: dict[str, list[float]] = {prefix: [] for prefix in self._models}
-        self._sums: dict[str, list[MetricSums]] = {prefix: [] for prefix in self._models}
+        self._tables: dict[str, list[tuple[Tensor, Tensor]]] = {prefix: [] for prefix in self.models}  # of gradients
+        self.norms: dict[str, list[float]] = {prefix: [] for prefix in self.models}
+        self._sums: dict[str, list[MetricSums]] = {prefix: [] for prefix in self.models}
         self._weights: dict[str, tuple[Tensor, Tensor]] = {}
 
     def _leaves(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> Leaves:
         """Digest a model's tensors. Collective."""
         with self._beside[prefix].in_use() if prefix else contextlib.nullcontext():
-            digests, numbers = _summed([read(self._models[prefix])])
+            digests, numbers = _summed([read(self.models[prefix])])
         return Leaves(digests[0], numbers[0])
 
     def _root(self, prefix: str, read: Callable[[TracedTensors], tuple[Tensor, Tensor]]) -> str:
         return root(self._leaves(prefix, read).digests)
 
     def _optimizers(self) -> str:
-        return " ".join(self._root(prefix, TracedTensors.optimizer) for prefix in self._models)
+        return " ".join(self._root(prefix, TracedTensors.optimizer) for prefix in self.models)
 
     def _state(self) -> dict[str, str]:
         """Compute the roots of what a checkpoint restores. Collective."""
         states = self.mesh.all_gather(_digest(random_state(self.policy)))
         return {
-            **{f"{prefix}weights": self._root(prefix, TracedTensors.weights) for prefix in self._models},
+            **{f"{prefix}weights": self._root(prefix, TracedTensors.weights) for prefix in self.models},
             "optimizer": self._optimizers(),
             "random state": root(np.array(states, dtype=np.int64).view(np.uint64)),
         }
@@ -315,21 +336,21 @@ class Trace:
 
     def gradients(self, norm: float, sums: MetricSums, prefix: str = "") -> None:
         """Digest the gradients of the optimizer step that comes next. `norm` before clipping; `sums` of their pass."""
-        self._norms[prefix].append(norm)
+        self.norms[prefix].append(norm)
         self._sums[prefix].append(sums)
         if self.is_full:
-            self._tables[prefix].append(self._models[prefix].gradients())
+            self._tables[prefix].append(self.models[prefix].gradients())
 
     def _used(self, prefix: str) -> None:
-        if self._norms[prefix]:
-            self._weights[prefix] = self._models[prefix].weights()
+        if self.norms[prefix]:
+            self._weights[prefix] = self.models[prefix].weights()
 
     def write(self, step: int, samples: Sequence[Sample], batch: Batch) -> None:
         """Gather and write the trace of a step. Collective. Raises StorageError on rank 0."""
         assert batch.table is not None
         self._weights[""] = self.tensors.weights()
         tables = {prefix: [*self._tables[prefix], weights] for prefix, weights in self._weights.items()}
-        summed, norms = {prefix: _summed(of_model) for prefix, of_model in tables.items()}, self._norms
+        summed, norms = {prefix: _summed(of_model) for prefix, of_model in tables.items()}, self.norms
         parts = self.mesh.gather(self._local(samples, batch))
         self._begin_step()
         if self._sink is None:
@@ -378,7 +399,7 @@ class Trace:
         Their digests are of float32: sums of float64 in another order have those bits, too.
         """
         stages, replicas = {}, [part["losses"] for part in parts if "losses" in part]
-        for prefix in self._models:
+        for prefix in self.models:
             for update, totals in enumerate(zip(*(one[prefix] for one in replicas), strict=True)):
                 values = metric_values(list(totals), self.policy.actor)
                 names = sorted(n for n in {*itertools.chain(*totals)} if n.endswith(("loss", "kl")))

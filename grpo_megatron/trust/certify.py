@@ -38,7 +38,7 @@ from grpo_megatron.storage.run_files import on_disk, rollout_files
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.compare import compare_runs, compare_seams, config_of, precision, row_distances
 from grpo_megatron.trust.depth import fitting_depth, write_first_layers
-from grpo_megatron.types import BY_MODEL
+from grpo_megatron.types import BRANCH, BY_MODEL
 from grpo_megatron.untrusted import parse_yaml, visible
 
 STEPS, MEMORY_STEPS, WARM_UP_STEPS = 2, 10, 2
@@ -67,6 +67,16 @@ class CertifyOptions(Options):
     overrides: Annotated[tuple[str, ...], Argument("replace a value of the file", "section.key=value")] = ()
     minutes: Annotated[float, Option("leave out what would end later (default 10)", "N", gt=0)] = 10.0
     start: Annotated[str | None, Option("the words that start each rank, such as `srun ... python`", "WORDS")] = None
+
+    def problems(self) -> Iterator[str]:
+        """Yields a start that is no command."""
+        try:
+            words = None if self.start is None else shlex.split(self.start)
+        except ValueError as error:
+            yield f"--start {self.start!r}: {error}"
+        else:
+            if words == []:
+                yield "--start has no words; leave it out"
 
 
 class NotApplicable(Exception):
@@ -191,7 +201,8 @@ def _seeds(bench: Bench) -> ProofResult:
     for step, file in _files(bench, "seeds"):
         for (prompt, index), seed in zip(file.rows, file.nodes("seeds", 0, 0, len(file.rows)).tolist(), strict=True):
             place = f"step {step}, prompt {file.uids[prompt]!r}, sample {index}"
-            if index >= 0 and not bench.config.algorithm.replay.ratio and seen.setdefault(seed, place) != place:
+            is_first = 0 <= index < BRANCH and not bench.config.algorithm.replay.ratio  # branches have the trajectory's
+            if is_first and seen.setdefault(seed, place) != place:
                 return RED, f"{seen[seed]} and {place} have one seed"
     if not seen:
         raise NotApplicable("the samples have no seeds of their own")
@@ -199,7 +210,8 @@ def _seeds(bench: Bench) -> ProofResult:
 
 
 def _turns(bench: Bench) -> ProofResult:
-    several = {(row["step"], row["group"], row["index"]) for row in bench.samples if len(row.get("turns", ())) > 1}
+    rows = [row for row in bench.samples if len(row.get("turns", ())) > 1 or row["index"] >= BRANCH]
+    several = {(row["step"], row["group"], row["index"]) for row in rows}
     if not several:
         raise NotApplicable("no sample has several turns")
     return _log_probabilities(bench, lambda step, place: (step, *place) in several)
@@ -348,7 +360,8 @@ def _memory(bench: Bench) -> ProofResult:
     key = "perf/device_memory_asleep_gb"
     if not any(key in row for row in bench.metrics):
         raise NotApplicable("no engine sleeps on this device")
-    bench.train("memory", f"trainer.total_training_steps={MEMORY_STEPS}", "trainer.save_freq=-1")
+    if code := bench.train("memory", f"trainer.total_training_steps={MEMORY_STEPS}", "trainer.save_freq=-1"):
+        return RED, f"the run ended with {code}: {bench.last_line('memory')}"
     sizes = [row[key] for row in read_metrics(bench.work / "memory/metrics.jsonl") if key in row]
     state = GREEN if max(sizes) - sizes[0] < MAX_GROWTH_GB and len(sizes) == MEMORY_STEPS else RED
     return state, f"{sizes[0]:.2f} GiB after the first sleep, at most {max(sizes):.2f} in {len(sizes)} steps"
@@ -376,7 +389,10 @@ PROOFS: dict[str, tuple[float, Callable[[Bench], ProofResult]]] = {  # in base r
 
 
 def plant(fault: Mapping[str, Any]) -> None:
-    """Patch this rank: kill it in a phase of its second step, change a bit of a tensor of each sync, or delay its phases."""
+    """Patch this rank: kill it in a phase of its second step, change a bit of a tensor of each sync, or delay its phases.
+
+    For `diff --replay`: keep a gradient.
+    """
     from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.sync.attest import EngineWeights
 
@@ -396,9 +412,28 @@ def plant(fault: Mapping[str, Any]) -> None:
     def corrupted(weights: EngineWeights, stream: Iterator[Any], *arguments: Any) -> None:
         load(weights, _changed(stream, fault["corrupt"], Path(fault["note"])), *arguments)
 
+    if "gradient" in fault:
+        keep_gradient(fault["gradient"], fault["model"], fault["update"], Path(fault["note"]))
+        return
     Metrics.phase = watched  # type: ignore[method-assign, assignment]
     if "corrupt" in fault:
         EngineWeights.load = corrupted  # type: ignore[method-assign, assignment]
+
+
+def keep_gradient(name: str, model: str, update: int, file: Path) -> None:
+    """Patch this rank to write a tensor's gradient in an optimizer step; that of the last step stays."""
+    import torch
+
+    from grpo_megatron.training.trace import Trace
+
+    digest = Trace.gradients
+
+    def kept(trace: Trace, norm: float, sums: Any, prefix: str = "") -> None:
+        digest(trace, norm, sums, prefix)
+        if (prefix, len(trace.norms[prefix]) - 1) == (model, update):
+            torch.save(trace.models[prefix].gradient(name), file)
+
+    Trace.gradients = kept  # type: ignore[method-assign, assignment]
 
 
 def _changed(stream: Iterator[Any], number: int, note: Path) -> Iterator[Any]:
@@ -423,6 +458,10 @@ def certify(options: CertifyOptions) -> int:
     """Make the runs, print a line per check, write the page and the JSON; returns the exit code of the epilog."""
     find_modules(Path(options.config))  # such as a reward function, as `train` does
     config, began = grpo_megatron.load_config(options.config, list(options.overrides)), time.monotonic()
+    if not config.trainer.output_dir.name:
+        raise ConfigError(
+            f"trainer.output_dir={config.trainer.output_dir} has no name that a folder beside it could have"
+        )
     work = config.trainer.output_dir.absolute().with_name(f"{config.trainer.output_dir.name}.certify")
     if work.exists() and not (work / RESULT_FILE).exists():
         raise ConfigError(f"{work} is not a folder of certify; move it away")

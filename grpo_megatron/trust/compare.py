@@ -11,8 +11,8 @@ with d the difference of two projections, which estimates the distance of two te
 the bound of the probe after a sync (sync/attest.py). Weights, where u counts the
 step's own, too: rms(d) <= UPDATE[dtype] * (1 + u) of the step's update.
 Prompts, images, seeds, and rewards of equal responses have no rounding, nor have advantages that follow from rewards alone. A
-response parts where two logits are within the rounding of each other: n of them are explained while a Poisson number of mean
-2 B * tokens reaches n with a probability above 1e-6.
+response parts where two logits are within the rounding of each other, and its routes likewise: n of them are explained while a
+Poisson number of mean 2 B * tokens reaches n with a probability above 1e-6.
 
 In the first step whose responses part, gradients and weights are of other samples; after it, nothing is judged. docs/trust.md has
 the differences of honest pairs that the bounds were chosen from.
@@ -20,6 +20,7 @@ the differences of honest pairs that the bounds were chosen from.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
@@ -47,13 +48,16 @@ from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER
 from grpo_megatron.sync.attest import FIRST
 from grpo_megatron.trust.values import row_values, weight_values
+from grpo_megatron.types import BRANCH
 
 GRADIENT = {"float32": 1e-4, "bfloat16": 0.1, "fp8": 0.5}
 UPDATE = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.6}
 MAX_LEAVES = 8  # that are named of a stage
 NEAR = 1e-6  # token weights: sums of numbers of tokens; advantages of equal rewards
 REJECTED = 0.1  # the same where rounding decides which tokens rollout_rs rejects
-OTHER_SAMPLES, NOT_KEPT = "of other samples", "not kept"
+OTHER_SAMPLES, NOT_KEPT, ONLY_IN = "of other samples", "not kept", "only in"
+LIGHT = ("gradients", "gradient norm")  # stages that trainer.trace=light leaves out
+CHOICES = ("responses", "routes")  # of a token, of an expert, between two numbers that rounding may order
 GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # advantages that a group decides
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
@@ -80,7 +84,7 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "rewards": "the reward is no function of the response: a clock, random numbers, a time-out, another row's answer",
     "reward parts": "what the reward reports beside the number is no function of the response: a clock, a load",
     "scores": "a reward model, or the penalty of long responses",
-    "old log-probabilities": "the trainer's forward pass: temperature, packing, precision, weights changed after the sync",
+    "old log-probabilities": "the trainer's forward pass: temperature, packing, precision, masks, weights changed after the sync",
     "reference log-probabilities": "the reference: another folder, or renewed at another step",
     "teacher log-probabilities": "a teacher: another folder, or other prompts of it",
     "values": "the critic",
@@ -95,6 +99,7 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "random state": "something has taken random numbers",
 }
 AFTER_RESUME = "; it is the first step after a resume, so look first at what the checkpoint has lost"
+ONE_COMPUTES = "a setting, or a pass or optimizer step that one of the runs has left out"
 BY_ROUNDING = "rounding: another order of sums, or other kernels ({facts})"
 
 
@@ -278,7 +283,12 @@ class _Sides:
         a, b = self.files(step) if roots[0] != roots[1] or judged else (None, None)
         for stage in sorted({*roots[0], *roots[1]}, key=stage_order):
             if stage not in roots[0] or stage not in roots[1]:
-                self.skipped.add(base_name(stage))
+                if base_name(stage).endswith(LIGHT):
+                    self.skipped.add(base_name(stage))
+                    continue
+                side = self.left if stage in roots[0] else self.right
+                judgement = "wrong" if judged else "not judged"
+                yield Parting(step, stage, stage_of(stage).kind, judgement=judgement, measured=f"{ONLY_IN} {side.run}")
             elif roots[0][stage] != roots[1][stage] and (parting := self._parting(step, stage, a, b, judged)):
                 yield parting
         self._keep_weights(a)
@@ -292,21 +302,26 @@ class _Sides:
                 self._weights[stage] = file.numbers(stage)[:, 1].astype(np.float64)
 
     def _parting(self, step: int, stage: str, a: StepFile | None, b: StepFile | None, judged: bool) -> Parting | None:
-        kind = stage_of(stage).kind
+        kind, sides = stage_of(stage).kind, (self.left, self.right)
+        if kind == "rank" and len({json.dumps(side.facts_at(step)["layout"], sort_keys=True) for side in sides}) > 1:
+            return None  # another layout has other random states
         if a is None or b is None:
             return Parting(step, stage, kind, judgement=NOT_KEPT if judged else "not judged")
-        if a.count(stage) != b.count(stage) or (kind == "row" and a.rows != b.rows) or a.terms(stage) != b.terms(stage):
-            if kind == "rank":  # another layout has other ranks
-                return None
+        names = [
+            file.rows if kind == "row" else side.tensors(stage) if kind == "tensor" else file.terms(stage)
+            for side, file in zip(sides, (a, b), strict=True)
+        ]
+        if a.count(stage) != b.count(stage) or names[0] != names[1]:
             self.has_ended = True
-            return Parting(
-                step, stage, kind, abs(a.count(stage) - b.count(stage)), b.count(stage), (), "wrong", f"other {kind}s"
-            )
+            judgement, count = "wrong" if judged else "not judged", abs(a.count(stage) - b.count(stage))
+            alone = [one for one in {*names[0]} ^ {*names[1]} if kind == "row"]
+            measured = f"other {kind}s" + (f", first sample {min(alone)[1]} of prompt {min(alone)[0]}" if alone else "")
+            return Parting(step, stage, kind, count, b.count(stage), (), judgement, measured)
         wrong = self.unequal[stage] = list(a.differing(b, stage))
         numbers = a.numbers(stage), b.numbers(stage)
         leaves = [self._leaf(a, stage, number, *numbers) for number in wrong[:MAX_LEAVES]]
         judgement, measured = self._judge(stage, a, b) if judged else ("not judged", "")
-        if stage == "responses":
+        if stage in CHOICES:
             self.has_ended = True
         return Parting(step, stage, kind, len(wrong), a.count(stage), tuple(leaves), judgement, measured)
 
@@ -315,7 +330,8 @@ class _Sides:
         name = f"{facts.kind} {number}"
         if facts.kind == "row":
             prompt, index = file.rows[number]
-            name = f"row {number}: prompt {file.uids[prompt]!r}, sample {index}"
+            branch = f", branch {index // BRANCH}" if index >= BRANCH else ""
+            name = f"row {number}: prompt {file.uids[prompt]!r}, sample {index % BRANCH if branch else index}{branch}"
         elif facts.kind == "tensor":
             names = self.left.tensors(stage)
             name = names[number] if number < len(names) else name
@@ -335,13 +351,13 @@ class _Sides:
             return ("explained", "as the weights before") if self.num_updates else ("wrong", "before any update")
         if base == "sampled by":
             return "explained" if "engine weights" in self.unequal else "wrong", "by the digests of the weights"
-        if base == "responses":
-            tokens = float(a.numbers(stage)[:, 0].sum())
+        if base in CHOICES:
+            tokens = float(a.numbers("responses")[:, 0].sum())
             count, expected = len(self.unequal[stage]), 2 * bound * tokens
             return _named(poisson_tail(count, expected) > 1e-6), f"{count} rows, {expected:.2g} expected by rounding"
         if kind == "row":
             return self._judge_rows(stage, base, a, b, bound)
-        if "responses" in self.unequal:
+        if any(choice in self.unequal for choice in CHOICES):
             return "explained", OTHER_SAMPLES
         if kind == "tensor" and base.endswith("weights"):
             return self._judge_weights(stage, a, b)
@@ -363,12 +379,14 @@ class _Sides:
         return _named(is_explained), text
 
     def _judge_rows(self, stage: str, base: str, a: StepFile, b: StepFile, bound: float) -> tuple[str, str]:
-        others = {row for name in ("prompts", "images", "responses") for row in self.unequal.get(name, ())}
+        is_routed = base.endswith(("log-probabilities", "corrections"))
+        names = ("prompts", "images", *(CHOICES if is_routed else CHOICES[:1]))
+        others = {row for name in names if name != base for row in self.unequal.get(name, ())}
         rows = [row for row in self.unequal[stage] if row not in others]
         if base in ("advantages", "token weights") and others:
             return "explained", OTHER_SAMPLES
         if not rows:
-            return "explained", f"{len(self.unequal[stage])} rows with other responses"
+            return "explained", f"{len(self.unequal[stage])} rows with other responses or routes"
         left, right = (side.numbers(stage)[rows].astype(np.float64) for side in (a, b))
         is_rounded = stage_of(stage).numbers == MEANS
         if not is_rounded:
@@ -452,7 +470,8 @@ def _explain(result: Diff, sides: _Sides) -> None:
     base = base_name(first.stage)
     rounding = [change for change in result.changes if change.effect == ROUNDING and change.kind != "config"]
     changed = [change.key for change in result.changes if change.effect == RESULTS]
-    is_discrete = stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1], TERMS)
+    is_alone = first.measured.startswith(ONLY_IN)
+    is_discrete = is_alone or stage_of(first.stage).numbers not in (MEANS, NORMS, NORMS[:1], TERMS)
     if result.verdict == "explained" or (rounding and not is_discrete and first.judgement == "not judged"):
         result.cause = BY_ROUNDING.format(
             facts=", ".join(f"{c.kind} {c.key}" for c in rounding[:4]) or "the same facts"
@@ -460,7 +479,7 @@ def _explain(result: Diff, sides: _Sides) -> None:
         if result.verdict == "part":
             result.cause += "; --tolerance says whether rounding explains it. Otherwise: " + _cause_of(base)
     else:
-        result.cause = _cause_of(base)
+        result.cause = ONE_COMPUTES if is_alone else _cause_of(base)
     if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
         result.cause += AFTER_RESUME
     if changed:
@@ -511,9 +530,13 @@ def _independent(result: Diff, sides: _Sides) -> Iterator[str]:
 # -- one run: the seams of its resumes ---------------------------------------------------------------------------------
 
 
-def compare_seams(trace: TraceFolder) -> Diff:
+def compare_seams(trace: TraceFolder, warm_up: TraceFolder | None = None) -> Diff:
     """Check that each resume of a run has begun with the state that the step before it has left. Raises StorageError."""
     result = Diff(str(trace.run), str(trace.run))
+    if warm_up is not None and any(facts.get("state") for facts in warm_up.facts.values()):
+        result = compare_seams(warm_up)
+        result.left = result.right = str(trace.run)
+        result.cause = result.cause and f"in the warm-up {result.cause}"
     for start, facts in sorted(trace.facts.items()):
         state, before = facts.get("state") or {}, trace.facts_at(start - 1)
         if not state:
@@ -532,11 +555,11 @@ def compare_seams(trace: TraceFolder) -> Diff:
                     f"the {stage} at the resume in step {start} has no record before it, and is not compared"
                 )
             elif left != at_resume and (stage != "random state" or facts["layout"] == before["layout"]):
-                result.partings.append(Parting(start, stage, "step"))
+                result.partings.append(Parting(start, stage, "step", measured="not what the step before has left"))
                 result.verdict = "part"
     if not result.num_steps:
         raise StorageError(f"{trace.run} was never resumed, so it has no seam")
-    if first := result.first:
+    if (first := result.first) and not result.cause:
         place = f"the {first.stage} after step {first.step - 1} and at the resume"
         result.cause = f"{place} differ: the checkpoint lost or changed them"
     return result

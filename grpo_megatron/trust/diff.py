@@ -45,6 +45,9 @@ class DiffOptions(Options):
             yield "name two runs; or one with --self, which looks at its resumes"
         if self.right is not None and self.left.resolve() == self.right.resolve():
             yield f"both runs are {self.left}; name another one, or leave it out and give --self"
+        for flag, file in (("--json", self.json_file), ("--page", self.page)):
+            if file is not None and (file.is_dir() or not file.parent.is_dir()):
+                yield f"{flag} {file}: name a file in a folder that exists"
         if self.itself and self.replay:
             yield "--replay runs the step where two runs part again; leave it out, or name two runs"
 
@@ -57,14 +60,15 @@ def print_diff(options: DiffOptions) -> int:
         from grpo_megatron.trust.replay import replay
 
     try:
-        left = TraceFolder(options.left)
+        sides = [TraceFolder(run) for run in (options.left, options.right) if run is not None]
+        folders = [run for side in sides if ((run := side.run / WARM_UP_FOLDER) / TRACE_FOLDER).is_dir()]
+        before = [TraceFolder(folder) for folder in folders]
         if options.right is None:
-            result = compare_seams(left)
+            result = compare_seams(*sides, *before)
         else:
-            sides, scale = (left, TraceFolder(options.right)), options.tolerance or 1.0
+            scale = options.tolerance or 1.0
             result = compare_runs(*sides, tolerance=options.tolerance is not None, scale=scale)
-            if all((side.run / WARM_UP_FOLDER / TRACE_FOLDER).is_dir() for side in sides):
-                before = [TraceFolder(side.run / WARM_UP_FOLDER) for side in sides]
+            if len(before) == len(sides):
                 warm_up = compare_runs(*before, tolerance=options.tolerance is not None, scale=scale)
                 if warm_up.verdict in ("part", "wrong"):  # the run follows from it
                     result = warm_up
@@ -107,12 +111,13 @@ def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
     if result.changes:
         yield "what differs", [f"{c.kind} {c.key}: {c.left} | {c.right} ({c.effect})" for c in result.changes]
     if first := result.first:
-        where = f"{first.count} of {first.total} {first.kind}s" if first.count else "its rows are no longer kept"
+        where = f"{first.count} of {first.total} {first.kind}s" if first.leaves else first.measured
+        where = where or f"its {first.kind}s are no longer kept"
         yield f"first: step {first.step}, {first.stage}", [where, *leaf_lines(first.leaves), *result.texts]
         yield "likely cause", [result.cause]
         later = [one for one in result.partings if one is not first]
-        lines = [f"step {p.step}, {p.stage}: {p.count} of {p.total}" + _judged(p) for p in (first, *later)]
-        if any(one.measured for one in result.partings):
+        lines = [f"step {p.step}, {p.stage}: {_judged(p)}" for p in (first, *later)]
+        if any(one.measured and one.judgement != "not judged" for one in result.partings):
             yield "what rounding explains", [line for line, p in zip(lines, (first, *later), strict=True) if p.measured]
         elif later:
             yield "later in the step, as a consequence", lines[1:]
@@ -125,4 +130,6 @@ def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
 
 
 def _judged(parting: Any) -> str:
-    return f": {parting.judgement} ({parting.measured})" if parting.measured else ""
+    count, is_judged = f"{parting.count} of {parting.total}", parting.measured and parting.judgement != "not judged"
+    judged = f"{parting.judgement} ({parting.measured})" if is_judged else ""
+    return ": ".join(filter(None, [count if parting.count else "", judged])) or parting.measured or "no longer kept"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,10 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from grpo_megatron.report.trace_file import TraceFolder
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.run_files import WARM_UP_FOLDER, on_disk, read_step, steps_of
-from grpo_megatron.trust.compare import Diff, compare_runs, leaf_lines
+from grpo_megatron.trust.certify import FAULT
+from grpo_megatron.trust.compare import Diff, Parting, compare_runs, leaf_lines
+from grpo_megatron.trust.values import tensor_difference
 from grpo_megatron.untrusted import MAX_YAML, parse_yaml, read_text
 
 MAX_DISTANCE = 20  # from the checkpoint to the step; what is further away takes as long as a run
@@ -50,10 +55,16 @@ def replay(result: Diff, sides: Sequence[TraceFolder], scale: float = 1.0) -> It
         yield "the runs part in the warm-up, which is not run again"
         return
     step, outcomes = result.first.step, dict[str, bool | None]()
-    for side in sides:
-        is_same, text = _outcome(side, step, scale)
-        outcomes[f"{side.run}"] = is_same
-        yield f"{side.run}: {text}"
+    with tempfile.TemporaryDirectory(prefix="grpo-megatron-gradients-") as kept:
+        files = [Path(kept, f"{number}") for number, _ in enumerate(sides)]
+        for side, file in zip(sides, files, strict=True):
+            is_same, text = _outcome(side, step, scale, _kept_gradient(result.first, file))
+            outcomes[f"{side.run}"] = is_same
+            yield f"{side.run}: {text}"
+        if len(files) == 2 and all(file.exists() for file in files):
+            left, right = (torch.load(file) for file in files)
+            if left.shape == right.shape:
+                yield from tensor_difference(f"{result.first.leaves[0].name} in these replays", left, right)
     known = [one for one in outcomes.values() if one is not None]
     wrong = [run for run, is_same in outcomes.items() if is_same is False]
     if len(known) == len(sides) and not wrong:
@@ -64,7 +75,16 @@ def replay(result: Diff, sides: Sequence[TraceFolder], scale: float = 1.0) -> It
         yield "neither repeats its record: this machine or version computes another step; `certify` looks for the reason"
 
 
-def _outcome(side: TraceFolder, step: int, scale: float) -> tuple[bool | None, str]:
+def _kept_gradient(first: Parting, file: Path) -> dict[str, str]:
+    """Return the variable by which a replay on one rank keeps the gradient where the runs part; nothing for other stages."""
+    prefix, is_gradient, update = first.stage.partition("gradients ")
+    if not is_gradient or not first.leaves:
+        return {}
+    wanted = {"gradient": first.leaves[0].name, "model": prefix, "update": int(update), "note": f"{file}"}
+    return {FAULT: json.dumps(wanted)}
+
+
+def _outcome(side: TraceFolder, step: int, scale: float, variables: Mapping[str, str]) -> tuple[bool | None, str]:
     """Replay a side, in one process if that can be; says whether it has repeated its record, and what was seen."""
     try:
         settings, checkpoint = _start(side, step)
@@ -78,7 +98,7 @@ def _outcome(side: TraceFolder, step: int, scale: float) -> tuple[bool | None, s
         with tempfile.TemporaryDirectory(prefix="grpo-megatron-replay-") as folder:
             work = Path(folder)
             print(f"replay of {side.run}: steps {first} to {step} in {name}", file=sys.stderr, flush=True)
-            code = _run(side, step, work, _merged(settings, layout), checkpoint)
+            code = _run(side, step, work, _merged(settings, layout), checkpoint, {} if refusal else variables)
             if code == 0:
                 is_same, seen = _compared(side, TraceFolder(work), scale)
                 where = f"from {'its beginning' if checkpoint is None else checkpoint.name}, in {name}"
@@ -123,7 +143,14 @@ def _merged(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str
     return {**settings, **both}
 
 
-def _run(side: TraceFolder, step: int, work: Path, settings: Mapping[str, Any], checkpoint: Path | None) -> int:
+def _run(
+    side: TraceFolder,
+    step: int,
+    work: Path,
+    settings: Mapping[str, Any],
+    checkpoint: Path | None,
+    variables: Mapping[str, str],
+) -> int:
     """Train to the end of the step in `work`, with the checkpoint and the models of the run; returns the exit code."""
     (work / "checkpoints").mkdir()
     models = [side.run / name for name in ("warmup", "iterations") if (side.run / name).exists()]
@@ -131,13 +158,16 @@ def _run(side: TraceFolder, step: int, work: Path, settings: Mapping[str, Any], 
         (work / path.relative_to(side.run)).symlink_to(path.absolute(), target_is_directory=True)
     complete = _merged(_merged(settings, SETTINGS), {"trainer": {"output_dir": f"{work}"}})
     (work / "run.yaml").write_text(json.dumps(complete))
-    return replay_program(["train", f"{work / 'run.yaml'}", "--last-step", f"{step}"], work / "log", complete)
+    return replay_program(
+        ["train", f"{work / 'run.yaml'}", "--last-step", f"{step}"], work / "log", complete, variables
+    )
 
 
-def replay_program(words: Sequence[str], log: Path, settings: Mapping[str, Any]) -> int:
+def replay_program(words: Sequence[str], log: Path, settings: Mapping[str, Any], variables: Mapping[str, str]) -> int:
     """Run a command of this program, with its output in `log`; returns its exit code."""
+    command, environment = [sys.executable, "-m", "grpo_megatron", *words], {**os.environ, **variables}
     with log.open("w") as output:
-        return subprocess.run([sys.executable, "-m", "grpo_megatron", *words], stdout=output, stderr=output).returncode
+        return subprocess.run(command, stdout=output, stderr=output, env=environment).returncode
 
 
 def _compared(record: TraceFolder, again: TraceFolder, scale: float) -> tuple[bool, str]:

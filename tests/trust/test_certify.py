@@ -25,9 +25,10 @@ import grpo_megatron
 from grpo_megatron import ConfigError
 from grpo_megatron.checks import validate
 from grpo_megatron.report.kit import PAGE_PARTS
-from grpo_megatron.report.trace_file import Leaves
+from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder
 from grpo_megatron.trust import certify
 from grpo_megatron.trust.certify import PROOFS, Bench, CertifyOptions
+from grpo_megatron.types import BRANCH
 from grpo_megatron.untrusted import parse_yaml
 from tests import worlds
 from tests.runs import make_run
@@ -152,7 +153,7 @@ def reds(bench: Bench) -> dict[str, str]:
     return {name: measured for name, (state, measured) in outcomes.items() if state == "red"}
 
 
-def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
+def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     path = bench.work / "base/trace/step_000001.bin"
     lines = path.with_name("steps.jsonl")
     content, roots = path.read_bytes(), lines.read_text()
@@ -176,6 +177,11 @@ def test_a_fault_in_the_base_run_turns_its_line_red(bench: Bench) -> None:
         and "sample 2 and step 1" in wrong["seeds"]
         and "sample 3 have one seed" in wrong["seeds"]
     )
+    with monkeypatch.context() as patches:  # a branch has the seed of its trajectory
+        rows = [(0, 2), (0, 2 + BRANCH), *TraceFolder(bench.work / "base").file(1).rows[2:]]  # type: ignore[union-attr]
+        patches.setattr(StepFile, "rows", rows)
+        rewrite("seeds", None, 1, 0)
+        assert not reds(bench)
     rewrite("engine log-probabilities", 0, 5, 5, 1e-3)
     assert list(reds(bench)) == ["engine against trainer"]
     restore()
@@ -265,9 +271,13 @@ def test_bad_input(config: Path, tmp_path: Path) -> None:
     for arguments, message in (
         ([f"trainer.output_dir={tmp_path / 'out'}"], "is not a folder of certify; move it away"),
         (["trainer.outputdir=x"], "outputdir"),
+        (["trainer.output_dir=/"], "has no name"),
     ):
         with pytest.raises(ConfigError, match=message):
             certify.certify(CertifyOptions(config=config, overrides=arguments))
+    for start in ("", "srun 'a"):
+        with pytest.raises(ConfigError, match="--start"):
+            CertifyOptions(config=config, start=start)
 
 
 def test_the_table_of_the_page() -> None:

@@ -140,6 +140,12 @@ def lora_scale(point: str, step: int, content: Any) -> None:
         )
 
 
+def scaled_adapters(run: Any) -> None:
+    for name, one in run.policy.ddp.module.named_parameters():
+        if one.requires_grad and "layers.1.self_attention.linear_qkv" in name:
+            one.data.mul_(2)
+
+
 def drop_token(samples: Any) -> None:
     for name in ("response_ids", "rollout_logprobs", "loss_mask"):
         setattr(samples[4], name, getattr(samples[4], name)[:-1])
@@ -263,6 +269,16 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "one layer's weights in another": (
         at("updated", 0, lambda run: parameter(run, QKV).data.copy_(parameter(run, QKV.replace("1", "2", 1)).data)), 0, "weights",
         "model.layers.1.self_attn.q_proj.weight"),
+    "a row that is lost": (at("samples", 0, lambda s: s.pop()), 0, "prompts", "other rows, first sample 2 of prompt 3"),
+    "an update that is left out": (at("batch", 0, lambda b: b.mini_batches.clear()), 0, "losses 0", "only in"),
+    "a correction that is not computed": (at("batch", 0, lambda b: setattr(b, "correction", None)), 0, "corrections", "only in"),
+    "a row without weight": (column("token_weights", 5, lambda t: t * 0), 0, "token weights", "row 5:"),
+    "another clip of the gradient": (
+        lambda: patched("policy.optimizer.config", "clip_grad", lambda _: 0.01), 0, "weights", EMBEDDING),
+    "the reference is the policy": (at("batch", 1, lambda b: b.ref_logprobs.copy_(b.old_logprobs)), 1,
+        "reference log-probabilities", "row "),
+    "two heads swapped": (at("updated", 0, lambda run: parameter(run, QKV).data.copy_(parameter(run, QKV).data.roll(8, 0))), 0,
+        "weights", "model.layers.1.self_attn.q_proj.weight"),
     "a generator that is seeded again": (at("updated", 0, lambda run: torch.manual_seed(5)), 0, "random state", "rank 0"),
 }  # fmt: skip
 
@@ -278,6 +294,8 @@ IN_ONE_RANK: dict[str, tuple[Any, int, str, str]] = {
 WITH_LORA: dict[str, tuple[Any, int, str, str]] = {
     "LoRA scale in one rank": (lora_scale, 0, "gradients 0",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"),
+    "adapters changed between update and sync": (at("prompts", 1, lambda _: scaled_adapters(RUN[0])), 1, "engine weights",
+        "model.layers.1.self_attn.q_proj.weight"),
 }  # fmt: skip
 
 # What a checkpoint loses, found by `diff --self` at the resume in step 1.
@@ -395,7 +413,7 @@ def test_every_planted_fault_is_named(runs: Path) -> None:
         folder = "one" if name in FAULTS else "lora" if name in WITH_LORA else "tp2"
         result = compare_runs(*traces(runs / folder, "honest", name))
         first = result.first
-        place = (first.step, first.stage, first.leaves[0].name) if first and first.leaves else None
+        place = (first.step, first.stage, first.leaves[0].name if first.leaves else first.measured) if first else None
         if place is None or place[:2] != (step, stage) or not place[2].startswith(leaf) or not result.cause:
             wrong.append(f"{name}: {place}, not {(step, stage, leaf)}; {result.cause}")
     for name, (_, lost) in LOST.items():
@@ -420,10 +438,20 @@ BEYOND_ROUNDING = {
 }
 
 
-def test_the_first_update_is_judged(runs: Path) -> None:
-    """Its size follows from the weights that the run has begun with."""
-    result = compare_runs(*traces(runs / "one", "honest", "an optimizer step that is left out"), tolerance=True)
-    assert result.verdict == "wrong" and result.first and (result.first.step, result.first.stage) == (0, "weights")
+@pytest.mark.parametrize(
+    ("fault", "stage"),
+    [
+        (
+            "an optimizer step that is left out",
+            "weights",
+        ),  # its size follows from the weights that the run has begun with
+        ("a template that drops the prompt's last token", "prompts"),
+        ("an image resized differently", "images"),
+    ],
+)
+def test_no_tolerance_explains_it(runs: Path, fault: str, stage: str) -> None:
+    result = compare_runs(*traces(runs / "one", "honest", fault), tolerance=True)
+    assert result.verdict == "wrong" and result.first and (result.first.step, result.first.stage) == (0, stage)
 
 
 def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
@@ -484,6 +512,8 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     assert "is no folder" in refuse(shutil.rmtree)
     assert "has no trace" in refuse(lambda run: shutil.rmtree(run / "trace"))
+    with pytest.raises(ConfigError, match=f"name {honest}, which has one"):
+        print_diff(DiffOptions(left=honest / "trace", right=honest))
     cut = refuse(lambda run: edit(run / "trace/step_000001.bin", lambda old: old[:-9]))
     assert "step_000001.bin is cut short" in cut
     lines = "trace/steps.jsonl"
@@ -494,17 +524,34 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "config.yaml cannot be read" in refuse(lambda run: (run / "config.yaml").unlink())
     assert "no step in common" in refuse(lambda run: edit(run / lines, lambda old: old.splitlines(keepends=True)[0]))
     assert "never resumed" in refuse(lambda run: None, itself=True)
+    shutil.copytree(runs / "one/a weight changed at a resume/trace", left / "sft/trace")
+    assert print_diff(DiffOptions(left=left, itself=True)) == 1
+    assert "in the warm-up the weights after step 0 and at the resume differ" in capsys.readouterr().out
     no_list = lambda old: old.replace(b'"tensors"', b'"tensor"')  # noqa: E731
     assert "no complete line with the facts" in refuse(lambda run: edit(run / lines, no_list))
+    no_table = lambda old: old.replace(b'"layout": {', b'"layout": 3, "x": {')  # noqa: E731
+    assert "no complete line with the facts" in refuse(lambda run: edit(run / lines, no_table))
     assert "beginning was cut" in refuse(lambda run: edit(run / lines, lambda old: old.partition(b"\n")[2]))
+    for one in ("honest", "tp2"):  # other layouts have other random states, also where no leaves are kept
+        shutil.rmtree(tmp_path / one, ignore_errors=True)
+        shutil.copytree(honest, tmp_path / one)
+        for path in (tmp_path / one / "trace").glob("*.bin"):
+            path.unlink()
+    edit(tmp_path / "tp2" / lines, lambda old: old.replace(b'"tp": 1', b'"tp": 2'))
+    edit(tmp_path / "tp2" / lines, lambda old: re.sub(rb'("random state": ")\w+', rb"\g<1>00", old))
+    assert compare_runs(*traces(tmp_path, "honest", "tp2")).verdict == "equal"
     shutil.rmtree(left)
     shutil.copytree(honest, left)
     edit(left / lines, lambda old: b"".join(old.splitlines(keepends=True)[:2]))  # step 1 is missing
     result = compare_runs(TraceFolder(left), TraceFolder(honest))
     assert result.verdict == "equal" and "1 more steps, from step 1 on" in result.notes[0]
-    for sides, message in (({}, "name two runs; or one with --self"), ({"right": left}, "both runs are")):
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({}, "name two runs; or one with --self"),
+        ({"right": left}, "both runs are"),
+    ]
+    for arguments, message in [*wrong, ({"right": honest, "page": left}, "in a folder that exists")]:
         with pytest.raises(ConfigError, match=message):
-            DiffOptions(left=left, **sides)
+            DiffOptions(left=left, **arguments)
     (left / "trace/step_000000.bin").unlink()  # a difference that is no longer kept is not taken for rounding
     change_step(runs / "one/the advantage of one row", 0, lambda stages: None)
     judged = compare_runs(TraceFolder(left), TraceFolder(runs / "one/the advantage of one row"), tolerance=True)

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 
 from grpo_megatron.report.trace_file import Leaves, TraceFolder
 from grpo_megatron.trust import replay
-from grpo_megatron.trust.compare import Diff, Parting, compare_runs
+from grpo_megatron.trust.compare import Diff, Leaf, Parting, compare_runs
 from grpo_megatron.trust.diff import DiffOptions, diff_sections, print_diff
 from tests import worlds
 from tests.models.test_reward_model import make_classifier
@@ -37,20 +38,24 @@ SETTINGS = [
 ]
 
 
-def program(words: Sequence[str], log: Path) -> int:
+def program(words: Sequence[str], log: Path, variables: Mapping[str, str]) -> int:
     """Runs the command as a rank, with its output in `log`."""
     from grpo_megatron.cli.main import main
 
+    os.environ.update(variables)
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     return main(list(words))
 
 
-def replay_program(words: Sequence[str], log: Path, settings: Mapping[str, Any]) -> int:
+def replay_program(
+    words: Sequence[str], log: Path, settings: Mapping[str, Any], variables: Mapping[str, str] = MappingProxyType({})
+) -> int:
     log.touch()
+    parts = {"words": words, "log": log, "variables": dict(variables)}
     try:
-        return max(worlds.run(program, settings["trainer"]["n_gpus_per_node"], words=words, log=log))
+        return max(worlds.run(program, settings["trainer"]["n_gpus_per_node"], **parts))
     except AssertionError:  # a refused config
         return 2
 
@@ -64,11 +69,15 @@ def another_reward(run: Path) -> None:
     change_step(run, 1, change)
 
 
-def two_ranks(run: Path) -> None:
-    (run / "config_attempts").mkdir()
-    (run / "config_attempts/002.yaml").write_text(
-        "trainer: {n_gpus_per_node: 2}\nactor: {megatron: {tensor_model_parallel_size: 2}}\n"
-    )
+def started_again(settings: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        (run / "config_attempts").mkdir()
+        (run / "config_attempts/002.yaml").write_text(settings)
+
+    return change
+
+
+two_ranks = started_again("trainer: {n_gpus_per_node: 2}\nactor: {megatron: {tensor_model_parallel_size: 2}}\n")
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +118,13 @@ def test_which_side_repeats_its_record(honest: Path, tmp_path: Path, monkeypatch
         assert follows in result.replays[-1] and ("run again", result.replays) in list(diff_sections(result))
         assert not follows or f"in one process: {EXACT}" in result.replays[0]
     assert "equal" in next(replay.replay(Diff("", ""), []))
+    other, name = tmp_path / "other", "model.layers.1.self_attn.k_proj.weight"
+    shutil.copytree(honest, other)
+    started_again("actor: {entropy_coeff: 0.1}\n")(other)
+    result = Diff("", "", partings=[Parting(1, "gradients 0", "tensor", leaves=(Leaf(name, {}, {}),))])
+    lines = list(replay.replay(result, [TraceFolder(honest), TraceFolder(other)]))
+    assert lines[2].startswith(f"{name} in these replays: 2048 of 2048 elements differ, by at most"), lines
+    assert [line.split(" [")[0] for line in lines[3:5]] == ["  first of them: left", "  first of them: right"]
 
 
 def test_models_beside_the_policy_and_the_warm_up_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
