@@ -16,7 +16,7 @@ import torch
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes, read_architecture, table_of
 from grpo_megatron.models.weights.table import expand_table
-from tests import tiny
+from tests import tiny, vision
 from tests.files import published_config
 from tests.models import ministral3
 from tests.models.policies import build
@@ -226,6 +226,16 @@ def test_keys_that_are_left_out_have_transformers_defaults(family: str) -> None:
     given = {**tiny.COMMON, **MODELS.get(family, {}), "model_type": family, "max_position_embeddings": 4096}
     given = {key: value for key, value in given.items() if key not in left_out or "glm" in family}
     assert architecture_of(given) == architecture_of(AutoConfig.for_model(**given).to_dict())
+
+
+@pytest.mark.parametrize(("family", "epsilon"), [("qwen2_vl", 1e-5), ("qwen2_5_vl", 1e-5), ("qwen3_vl", 1e-6)])
+def test_a_vision_model_without_its_epsilon_has_that_of_transformers(family: str, epsilon: float) -> None:
+    config = vision.make_config(family).to_dict()
+    texts = config.get("text_config", config)
+    del texts["rms_norm_eps"]
+    assert (
+        architecture_of(config).norm_eps == epsilon == type(vision.make_config(family).get_text_config())().rms_norm_eps
+    )
 
 
 def test_transformers_5_writes_num_local_experts_for_every_family() -> None:

@@ -29,8 +29,9 @@ class _TowerRow(Replicated):
 
 
 def _architecture(config: dict[str, Any]) -> Architecture:
-    text, vision = {**config, **(config.get("text_config") or {})}, config["vision_config"]
     is_older, is_third = config["model_type"] == "qwen2_vl", config["model_type"].startswith("qwen3_vl")
+    text = {"rms_norm_eps": 1e-6 if is_third else 1e-5, **config, **(config.get("text_config") or {})}
+    vision = config["vision_config"]
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     sections, head = rope.pop("mrope_section", None), text["hidden_size"] // text["num_attention_heads"]
     head = text.get("head_dim") or head
