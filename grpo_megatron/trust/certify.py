@@ -83,6 +83,10 @@ class NotApplicable(Exception):
     """A check has no meaning for this config. The text is the reason."""
 
 
+class OutOfTime(Exception):
+    """A check applies to this config, and there is no time for its runs."""
+
+
 class Bench:
     """The runs of one config, in `work`. `arguments`: CONFIG and its overrides. `deadline`: on time.monotonic's clock."""
 
@@ -93,10 +97,17 @@ class Bench:
         self.start = None if start is None else shlex.split(start)
         self.num_ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
         self.chance = random.Random(config.trainer.seed)
+        self.is_out_of_time = False
         self.is_exact, self.seconds = False, 0.0  # the same run twice was equal to the bit; the time of the base run
+
+    def take_time(self) -> None:
+        """Raise OutOfTime where the check that is made has none."""
+        if self.is_out_of_time:
+            raise OutOfTime
 
     def command(self, name: str, words: Sequence[str], **variables: str) -> int:
         """Run a command of this program, with NAME.log; returns its exit code. Raises TimeoutExpired at the deadline."""
+        self.take_time()
         seconds, environment = max(1.0, self.deadline - time.monotonic()), {**os.environ, **variables}
         with (self.work / f"{name}.log").open("a") as log:
             return subprocess.run(words, stdout=log, stderr=log, env=environment, timeout=seconds).returncode
@@ -234,6 +245,7 @@ def _rewards(bench: Bench) -> ProofResult:
     rows = [row for row in bench.samples if row["uid"] in prompts][:NUM_GRADED]
     if not rows:
         raise NotApplicable("no reward function grades the samples")
+    bench.take_time()
     encode = functools.partial(checked.tokenizer.encode, add_special_tokens=False)
     items = [reward_item(prompts[r["uid"]], r["response"], encode(r["response"]), r["version"]) for r in rows]
     with RewardPool(
@@ -327,6 +339,10 @@ def _layout(bench: Bench) -> ProofResult:
     return state, f"{' '.join(changes)}{of_depth}: {measured}"
 
 
+def _counted(ranks: int) -> str:
+    return f"{ranks} rank{'s' * (ranks != 1)}"
+
+
 def _order(bench: Bench) -> ProofResult:
     if not (bench.work / "layout/trace").is_dir():
         raise NotApplicable("there is no run of another layout to compare with")
@@ -336,7 +352,7 @@ def _order(bench: Bench) -> ProofResult:
         f"step {step}: the {stage}" for (step, stage), root in sides[0].items() if sides[1].get((step, stage)) != root
     ]
     layouts = (trace.facts_at(0)["layout"] for trace in (one, other))
-    sizes = " and ".join(f"{layout['world_size']} ranks ({layout['dp']} data-parallel)" for layout in layouts)
+    sizes = " and ".join(f"{_counted(layout['world_size'])} ({layout['dp']} data-parallel)" for layout in layouts)
     return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes}"
 
 
@@ -477,7 +493,7 @@ def run_checks(bench: Bench) -> int:
     """Make the base run, then the checks; returns the exit code. Raises ConfigError: the config cannot run."""
     try:
         name, code = _make_base(bench)
-        base = f"{STEPS} steps on {bench.num_ranks} ranks: {' '.join(bench.arguments)}"
+        base = f"{STEPS} steps on {_counted(bench.num_ranks)}: {' '.join(bench.arguments)}"
         if code:
             base = f"{name} ended with {code}: {bench.last_line(name)}"
     except subprocess.TimeoutExpired:
@@ -521,12 +537,13 @@ def _make_base(bench: Bench) -> tuple[str, int]:
 
 def _outcome(measure: Callable[[Bench], ProofResult], bench: Bench, needed: float) -> ProofResult:
     left = bench.deadline - time.monotonic()
-    if left < needed:
-        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}"
+    bench.is_out_of_time = left < needed
     try:
         return measure(bench)
     except NotApplicable as reason:
         return NOT_APPLICABLE, str(reason)
+    except OutOfTime:
+        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}"
     except subprocess.TimeoutExpired:
         return SKIPPED, f"it did not end in the {left / 60:.1f} minutes that were left"
     except (StorageError, ConfigError, OSError) as error:
