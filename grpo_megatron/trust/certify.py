@@ -107,13 +107,13 @@ class Bench:
 
     def command(self, name: str, words: Sequence[str], **variables: str) -> int:
         """Run a command of this program, with NAME.log; returns its exit code. Raises TimeoutExpired at the deadline."""
-        self.take_time()
         seconds, environment = max(1.0, self.deadline - time.monotonic()), {**os.environ, **variables}
         with (self.work / f"{name}.log").open("a") as log:
             return subprocess.run(words, stdout=log, stderr=log, env=environment, timeout=seconds).returncode
 
     def train(self, name: str, *overrides: str, fault: Mapping[str, Any] | None = None) -> int:
         """Make the run `name`, or resume it; returns its exit code. Raises NotApplicable: the overrides do not fit."""
+        self.take_time()
         run, short = self.work / name, {key: v for key, v in SHORT.items() if self.config.at(key) != v}
         settings = [
             *(f"output_dir={run}", f"rollout_data_dir={run / 'rollouts'}", f"total_training_steps={STEPS}"),
@@ -271,6 +271,7 @@ def _rewards(bench: Bench) -> ProofResult:
 def _converted(bench: Bench) -> ProofResult:
     if not (saved := on_disk(bench.work / "base")):
         raise NotApplicable("the run saves no checkpoint")
+    bench.take_time()
     hf, back = bench.work / "hf", bench.work / "megatron"
     for action in (("to-hf", saved[-1], hf), ("to-megatron", hf, back), ("verify", saved[-1], back)):
         if code := bench.command("convert", [sys.executable, "-m", "grpo_megatron", "convert", *map(str, action)]):
