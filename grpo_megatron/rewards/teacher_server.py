@@ -139,7 +139,8 @@ class TeacherServer:
             )
         except EndpointError as error:
             reason = f": {' '.join(error.reason.split())}" if error.reason else ""
-            raise ServerError(f"{self._teacher()}: {error}{reason}") from None
+            models = self.url.removesuffix("completions") + "models"
+            raise ServerError(f"{self._teacher()}: {error}{reason}; {models} lists what a server there has") from None
         try:
             entries = json.loads(reply.data)["choices"][0]["prompt_logprobs"]
             entries = [{}, *({key: dict(value) for key, value in entry.items()} for entry in entries[1:])]
