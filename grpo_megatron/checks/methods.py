@@ -421,12 +421,15 @@ def _teachers(config: Config) -> Problems:
         learns_alone = config.algorithm.adv_estimator == "zero"  # then it never differs from its start
         if teacher.prompt_column is None and (teacher.self == "current" or (learns_alone and teacher.self is not None)):
             yield f"{key}.self={teacher.self} is the policy itself, which teaches nothing without a prompt_column; set one"
-        steps, total = teacher.renew_steps, config.trainer.total_training_steps
-        if steps is not None and teacher.self != "start":
-            yield f"{key}.renew_steps={steps} is of the policy as it was; set self=start, or leave it out"
-        elif steps is not None and steps >= total > 0:
-            yield f"{key}.renew_steps={steps} is never reached in {k.trainer.total_training_steps}; set it lower, or leave it out"
-        if objective.reads_states and (teacher.self == "current" or teacher.renew_steps is not None):
+        steps = {name: getattr(teacher, name) for name in ("renew_steps", "lag_steps") if getattr(teacher, name)}
+        for name, number in steps.items():
+            if teacher.self != "start":
+                yield f"{key}.{name}={number} is of the policy as it was; set self=start, or leave it out"
+            elif number >= config.trainer.total_training_steps > 0:
+                yield f"{key}.{name}={number} is never reached in {k.trainer.total_training_steps}; set it lower, or leave it out"
+        if len(steps) > 1:
+            yield f"{key} has renew_steps and lag_steps, two times of one policy; leave one of them out"
+        if objective.reads_states and (teacher.self == "current" or steps):
             yield f"{key} changes, and its output head with it, which is read once; set {k.distillation.top_k:key}=64, say"
         if teacher.key is not None and objective.key is None:
             yield f"{key}.key={teacher.key!r} has no effect without a column; set {k.distillation.key:key}, or leave it out"

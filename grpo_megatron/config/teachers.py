@@ -23,6 +23,8 @@ class TeacherConfig(Section):
     """instead of a path: the policy itself, as it starts or as it is; with a prompt_column"""
     renew_steps: int | None = Field(None, ge=1)
     """with self=start: every so many steps it becomes the policy of that time; null: never"""
+    lag_steps: int | None = Field(None, ge=1)
+    """with self=start: it is the policy of so many steps ago, read anew in each step from a copy; null: not"""
     url: str | None = None
     """instead of a path: an OpenAI-compatible server that returns prompt_logprobs, such as `vllm serve`: http://HOST:8000/v1"""
     model: str | None = None

@@ -280,7 +280,7 @@ def _teachers(
         total = max(stage.total for stage in stages) if has_layout else stages[number].total
         is_policy = teacher.self == "current" or (teacher.self and actor.lora.rank is not None and not config.sft.steps)
         if is_policy:  # with the adapters of another time, or without any
-            has_copy = teacher.self == "start" and bool(teacher.renew_steps or actor.lora.path)
+            has_copy = teacher.self == "start" and bool(teacher.renew_steps or teacher.lag_steps or actor.lora.path)
             total = adapters * has_copy
         weights.append(total * itemsize)
         heads += has_heads * itemsize * arch.hidden_size * arch.padded_vocab_size(tp) / tp

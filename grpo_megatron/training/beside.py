@@ -54,36 +54,33 @@ class References:
     def __init__(self, config: Config, policy: Policy, first_step: int, teacher: str | None = None) -> None:
         actor, steps, path, self.prefix = config.actor, config.algorithm.iteration_steps, config.ref.path, "step_"
         self.is_read = reads_reference(config.algorithm, actor)
+        self.lag = 0  # steps between the policy that is copied and the one that is the reference
         if teacher is not None:
             of_teacher = config.teachers[teacher]
-            actor, steps, path = of_teacher.layout(actor), of_teacher.renew_steps, None
+            self.lag = of_teacher.lag_steps or 0
+            actor, steps, path = of_teacher.layout(actor), 1 if self.lag else of_teacher.renew_steps, None
             self.prefix, self.is_read = f"{teacher}.step_", True
+        self.config, self.actor, self.path = config, actor, path
         self.policy, self.cadence = policy, Cadence(config.trainer, steps)
         self.folder = config.trainer.output_dir / "iterations"
-        copy = self._copy_for(first_step)
-        start = copy or path or policy_start(config)
-        self.reference: Reference | AdapterReference
-        if policy.lora is not None and (copy is not None or start == config.model.path):
-            adapters = copy or (config.actor.lora.path if path is None else None)
-            stored = policy.lora.stored(adapters, policy.arch, policy.mesh) if adapters is not None else {}
-            self.reference = AdapterReference(policy, stored)
-        else:
-            parts = (start, config.model.dtype, policy.arch, actor, policy.mesh, policy.device)
-            self.reference = Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
+        self.reference: Reference | AdapterReference = self._load(self._copy_for(first_step))
 
     def logprobs(self, batch: Batch) -> Tensor | None:
         """Returns None where nothing reads them: the run only samples from the reference. Collective."""
         return self.reference.logprobs(batch) if self.is_read else None
 
     def renew(self, step: int, save_hf: Callable[..., None]) -> None:
-        """Take the policy's weights before step `step`, and keep a copy of them. Collective."""
-        if self.policy.lora is not None and isinstance(self.reference, Reference):
-            self.reference = AdapterReference(self.policy, {})
-        self.reference.copy_from(self.policy)
+        """Keep a copy of the policy's weights before step `step`, and take them, or those of `lag` steps ago. Collective."""
         save_hf(self._copy_of(step), adapters=True)
+        if self.lag:
+            self.reference = self._load(self._copy_of(step - self.lag)) if step > self.lag else self.reference
+        else:
+            if self.policy.lora is not None and isinstance(self.reference, Reference):
+                self.reference = AdapterReference(self.policy, {})
+            self.reference.copy_from(self.policy)
         if self.policy.mesh.rank == 0:
             oldest_checkpoint = next(map(steps_of, on_disk(self.folder.parent)), 0)  # a run may still resume from it
-            oldest_needed = self.cadence.iteration_start(oldest_checkpoint)
+            oldest_needed = self.cadence.iteration_start(oldest_checkpoint) - self.lag
             for copy in self.folder.glob(f"{self.prefix}*"):
                 if int(copy.name.removeprefix(self.prefix)) < oldest_needed:
                     remove_folder(copy)
@@ -94,15 +91,25 @@ class References:
         None: it is the start's, or renewed before that step.
         """
         start = self.cadence.iteration_start(first_step)
-        if start in (0, first_step):
-            return None
-        copy = self._copy_of(start)
-        if not copy.is_dir():
-            raise ConfigError(
-                f"step {first_step} continues the outer iteration that began at step {copy.name.removeprefix(self.prefix)},"
-                f" and its reference {str(copy)!r} is gone; put it back, or set trainer.resume_mode=disable"
-            )
-        return copy
+        needed = [start] if start not in (0, first_step) else range(max(1, first_step - self.lag), first_step)
+        for copy in map(self._copy_of, needed):
+            if not copy.is_dir():
+                raise ConfigError(
+                    f"step {first_step} needs the policy before step {copy.name.removeprefix(self.prefix)}, and its copy"
+                    f" {str(copy)!r} is gone; put it back, or set trainer.resume_mode=disable"
+                )
+        return None if self.lag or not needed else copy
+
+    def _load(self, copy: Path | None) -> Reference | AdapterReference:
+        """Build the model from a copy; None: from what the run started with. Collective."""
+        config, policy = self.config, self.policy
+        start = copy or self.path or policy_start(config)
+        if policy.lora is not None and (copy is not None or start == config.model.path):
+            adapters = copy or (config.actor.lora.path if self.path is None else None)
+            stored = policy.lora.stored(adapters, policy.arch, policy.mesh) if adapters is not None else {}
+            return AdapterReference(policy, stored)
+        parts = (start, config.model.dtype, policy.arch, self.actor, policy.mesh, policy.device)
+        return Reference.load(*parts, temperature=config.rollout.temperature, exact=config.model.exact)
 
     def _copy_of(self, step: int) -> Path:
         return self.folder / f"{self.prefix}{step:06d}"

@@ -142,6 +142,8 @@ teachers.t.self=start teachers.t.renew_steps=100 => is never reached in trainer.
 teachers.t.self=start teachers.t.dtype=float32 => it is the policy, in model.dtype
 teachers.t.self=current distillation.kl=forward distillation.top_k=0 => teachers.t changes, and its output head with it
 teachers.t.self=start teachers.t.renew_steps=2 distillation.kl=forward distillation.top_k=0 => and its output head with it
+teachers.t.self=start teachers.t.renew_steps=2 teachers.t.lag_steps=2 => teachers.t has renew_steps and lag_steps, two times
+TEACHER teachers.t.lag_steps=2 => teachers.t.lag_steps=2 is of the policy as it was; set self=start, or leave it out
 TEACHER teachers.t.renew_steps=2 => teachers.t.renew_steps=2 is of the policy as it was; set self=start, or leave it out
 TEACHER SERVER => teachers.t needs either path, or self=start or current, or url; set exactly one of them
 TEACHER teachers.t.model=m => teachers.t.model and api_key_env are of a server; set url, or leave them out

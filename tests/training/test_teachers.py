@@ -183,14 +183,25 @@ def test_a_row_has_the_teacher_and_the_prompt_of_its_columns(tmp_path: Path) -> 
             assert {"distillation/reverse_kl/a", "distillation/reverse_kl/other"} <= result["metrics"][0].keys()
 
 
-@pytest.mark.parametrize("adapted", [[], ["actor.lora.rank=4"]])
-def test_the_policy_of_some_steps_ago_teaches_also_after_a_resume(tmp_path: Path, adapted: list[str]) -> None:
-    """It is the policy itself before the updates of steps 0 and 2, so that its term is exactly 0 there, and not at 1 and 3.
+@pytest.mark.parametrize(
+    ("time", "adapted"),
+    [
+        ("renew_steps", []),
+        ("lag_steps", ["actor.lora.rank=4"]),
+        pytest.param("renew_steps", ["actor.lora.rank=4"], marks=pytest.mark.soak),
+        pytest.param("lag_steps", [], marks=pytest.mark.soak),
+    ],
+)
+def test_the_policy_of_some_steps_ago_teaches_also_after_a_resume(
+    tmp_path: Path, adapted: list[str], time: str
+) -> None:
+    """Renewed, it is the policy itself before the updates of steps 0 and 2, so that its term is exactly 0 there, and not at 1
+    and 3. With a lag it is the start in the first three steps, as in a run whose teacher stays it, and not in the fourth.
 
-    A run that ends after three steps goes on with the copy of step 2, and has the weights of the other, bit for bit.
+    A run that ends after three steps goes on with the copies, and has the weights of the other, bit for bit.
     """
     make_teachers(tmp_path)
-    common = [*SETTINGS, *adapted, "teachers.t.self=start", "teachers.t.renew_steps=2", "trainer.n_gpus_per_node=1"]
+    common = [*SETTINGS, *adapted, "teachers.t.self=start", f"teachers.t.{time}=2", "trainer.n_gpus_per_node=1"]
     common += ["reward.function=tests.e2e.rewards:length_reward", "actor.optim.lr=0.01"]
     parts = {"whole": (4, -1), "stopped": (3, 3), "resumed": (4, 3)}  # steps, save_freq
     configs = []
@@ -199,16 +210,22 @@ def test_the_policy_of_some_steps_ago_teaches_also_after_a_resume(tmp_path: Path
         trainer = {"total_training_steps": steps, "save_freq": save_freq, "output_dir": output}
         changes = [f"trainer.{key}={value}" for key, value in trainer.items()]
         configs.append(load_config(tmp_path / "run.yaml", [*common, *changes]))
-    whole, stopped, resumed = worlds.run(run_ranks.train_many, 1, raws=configs)[0]
+    start = ["trainer.total_training_steps=4", f"trainer.output_dir={tmp_path / 'start'}", f"teachers.t.{time}=null"]
+    configs.append(load_config(tmp_path / "run.yaml", [*common, *start]))
+    whole, stopped, resumed, _ = worlds.run(run_ranks.train_many, 1, raws=configs)[0]
     for name, tensor in whole["weights"].items():
         assert torch.equal(tensor, resumed["weights"][name])
     assert any(not torch.equal(tensor, whole["weights"][name]) for name, tensor in stopped["weights"].items())
-    kls, again = (
-        [row["distillation/reverse_kl"] for row in rows_without(tmp_path / name)] for name in ("whole", "resumed")
+    kls, again, unchanged = (
+        [row["distillation/reverse_kl"] for row in rows_without(tmp_path / name)]
+        for name in ("whole", "resumed", "start")
     )
-    assert kls == again and [kl == 0 for kl in kls] == [True, False, True, False]
-    [copy] = (tmp_path / "resumed" / "iterations").iterdir()
-    assert copy.name == "t.step_000002" and bool([*copy.glob("adapter*")]) == bool(adapted)
+    is_renewed = time == "renew_steps"
+    assert kls == again and [kl == 0 for kl in kls] == [True, False, is_renewed, False]
+    assert [kl == other for kl, other in zip(kls, unchanged, strict=True)] == [True, True, not is_renewed, False]
+    copies = sorted((tmp_path / "resumed" / "iterations").iterdir())
+    assert [copy.name for copy in copies] == [f"t.step_00000{n}" for n in ([2] if is_renewed else [1, 2, 3])]
+    assert all(bool([*copy.glob("adapter*")]) == bool(adapted) for copy in copies)
 
 
 def test_a_row_without_a_teacher_is_named(tmp_path: Path) -> None:
