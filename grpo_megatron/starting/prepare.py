@@ -35,7 +35,8 @@ class PrepareOptions(Options):
   grpo-megatron prepare two_hops OUT      for examples/agents/search.yaml
   grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer
   grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR \\
-      --set num_hidden_layers=2 --set hidden_size=64 --set num_attention_heads=2 --set num_key_value_heads=2
+      --set num_hidden_layers=2 --set hidden_size=128 \\
+      --set num_attention_heads=4 --set num_key_value_heads=2
 """
     action_metavar = "WHAT"
     marker: ClassVar[str] = "sft.jsonl"

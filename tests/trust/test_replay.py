@@ -123,7 +123,7 @@ def test_which_side_repeats_its_record(honest: Path, tmp_path: Path, monkeypatch
     started_again("actor: {entropy_coeff: 0.1}\n")(other)
     result = Diff("", "", partings=[Parting(1, "gradients 0", "tensor", leaves=(Leaf(name, {}, {}),))])
     lines = list(replay.replay(result, [TraceFolder(honest), TraceFolder(other)]))
-    assert lines[2].startswith(f"{name} in these replays: 2048 of 2048 elements differ, by at most"), lines
+    assert lines[2].startswith(f"{name} in these replays: 8192 of 8192 elements differ, by at most"), lines
     assert [line.split(" [")[0] for line in lines[3:5]] == ["  first of them: left", "  first of them: right"]
 
 

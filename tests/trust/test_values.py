@@ -20,7 +20,7 @@ from tests.worlds import ranks
 BOTH_VALUES = {
     "a reward that reads the clock": "score: left 0.5, right 0.25",
     "the advantage of one row": r"in dumps/: (\d+) of \1 elements differ, by at most 0.001, in \[0:\1\]",
-    "one element of one weight": r"in step_000002: 1 of 4096 elements differ, by at most 0.001, in \[0:1, 0:1\]",
+    "one element of one weight": r"in step_000002: 1 of 16384 elements differ, by at most 0.001, in \[0:1, 0:1\]",
     "another learning rate": "in layers 0, 1, 2, 3, and 3 tensors outside",
 }
 
