@@ -70,6 +70,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
 LONGEST = (  # run first, the longest one before the others, so that no worker ends long after the others
     "e2e/test_methods.py",
     "exact/test_exact.py",
+    "trust/test_diff.py",
     "e2e/test_examples.py",
     "e2e/test_vision.py",
     "rollout/test_vllm.py",
@@ -86,6 +87,9 @@ LONGEST = (  # run first, the longest one before the others, so that no worker e
     "models/test_reward_model.py",
     "distributed/test_sync.py",
     "rollout/test_second_runner.py",
+    "trust/test_certify.py",
+    "training/test_teachers.py",
+    "trust/test_replay.py",
     "training/test_supervised.py",
     "parallel/test_heartbeat.py",
 )

@@ -67,12 +67,12 @@ EXPERTS_TOO = [
 EXPERTS_TOO += [("glm4_moe", "split", {}), ("qwen3_5_moe", "merged", {})]
 CASES = {  # layout -> (family, mode, override)
     "1": DENSE + WHOLE + EXPERTS_TOO,
-    "TP2+SP": DENSE + WHOLE + EXPERTS_TOO[1::2],  # EP2 has all
+    "TP2+SP": DENSE + WHOLE + EXPERTS_TOO[1::2],
     "TP2": DENSE[:3],
     "PP2": [DENSE[0], DENSE[3]],
     "TP4": [DENSE[0], DENSE[1], *WHOLE[2:]],  # 2 groups of heads
     "DP2": DENSE,
-    "EP2": EXPERTS_TOO,
+    "EP2": EXPERTS_TOO[::2],  # TP2+SP has the others
     "TP2xPP2+SP": DENSE + WHOLE,
 }
 OFTEN = ("TP2+SP", "PP2", "EP2")

@@ -379,7 +379,7 @@ def test_bfloat16_trains_and_streams_what_it_loaded(folders: list[Path]) -> None
         (7, "TP2+SP", 2, 1),
         pytest.param(7, "EP2xDP2", 2, 2, marks=pytest.mark.soak),
         pytest.param(6, "EP2xDP2", 1, 1, marks=pytest.mark.soak),
-        (8, "EP2xDP2", 2, 1),
+        pytest.param(8, "EP2xDP2", 2, 1, marks=pytest.mark.soak),
         pytest.param(9, "PP2", 2, 1, marks=pytest.mark.soak),
         pytest.param(0, "TP2+SP", 1, 1, marks=pytest.mark.soak),
     ],
@@ -405,7 +405,7 @@ def test_engine_agrees_after_every_sync(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [4, 7])
+@pytest.mark.parametrize("model", [pytest.param(4, marks=pytest.mark.soak), 7])
 def test_a_checkpoint_is_read_in_every_layout(folders: list[Path], model: int, tmp_path: Path) -> None:
     """Weights bitwise, and the optimizer's state: the next update equals the writer's.
 
