@@ -173,7 +173,7 @@ def test_copies_of_the_reference_go_when_no_checkpoint_needs_them(tmp_path: Path
 def test_a_resumed_iteration_needs_its_copy(tmp_path: Path) -> None:
     run(tmp_path, **ITERATIVE, stop_after=4)
     shutil.rmtree(tmp_path / "iterations/step_000003")
-    with pytest.raises(ConfigError, match=r"step 4 continues the outer iteration that began at step 000003"):
+    with pytest.raises(ConfigError, match=r"step 4 needs the policy before step 000003"):
         run(tmp_path, **ITERATIVE)
 
 
