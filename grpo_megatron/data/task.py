@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import json
 import math
+import random
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -241,9 +242,35 @@ class AnswerField(Section):
     rule: AnswerRule = "text"
 
 
+class Choices(Section):
+    """The choices of a row, which `question` shows as {choices}, lettered; the field `letter` has the right one's letter."""
+
+    fields: list[str] = Field(min_length=1)  # the column that has them as a list, or a column for each
+    right: AnswerField | None = None  # where the right one's letter is; null: the first one is right
+    shuffle_seed: int | None = (
+        None  # their order is drawn from it and their texts, the same in every file; null: as it is
+    )
+
+    def lettered(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Returns the row with `choices` and `letter`. Raises ValueError."""
+        first, *others = self.fields
+        texts = [text_field(row, field) for field in self.fields] if others else row.get(first, [])
+        if not isinstance(texts, list) or not _lettered(texts):
+            raise ValueError(f"{', '.join(map(repr, self.fields))} is no list of 1 to {len(LETTERS)} texts")
+        order = list(range(len(texts)))
+        if self.shuffle_seed is not None:
+            random.Random("\0".join([str(self.shuffle_seed), *texts])).shuffle(order)
+        letter = "A" if self.right is None else _answer_of("letter", row, self.right.field)
+        if letter not in LETTERS[: len(texts)]:
+            raise ValueError(f"the right choice {letter!r} is none of the {len(texts)}")
+        right = LETTERS[order.index(LETTERS.index(letter))]
+        return {**row, "choices": [texts[place] for place in order], "letter": right}
+
+
 class RowFormat(Section):
     """The keys of a task file for rows: question and reference answer."""
 
+    choices: Choices | None = None
     question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
     answer_is_optional: bool = False  # a row without any of the fields has the answer ""
@@ -251,7 +278,8 @@ class RowFormat(Section):
 
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """Read (question, reference answer). Raises ValueError."""
-        question = self.read_question(row)
+        row = self.choices.lettered(row) if self.choices else row
+        question = self._read_question(row)
         answer_place = self._find_answer(row)
         if answer_place is None:
             return question, ""
@@ -266,6 +294,9 @@ class RowFormat(Section):
 
     def read_question(self, row: dict[str, Any]) -> Question:
         """Read the question of a row, with an answer or without. Raises ValueError."""
+        return self._read_question(self.choices.lettered(row) if self.choices else row)
+
+    def _read_question(self, row: dict[str, Any]) -> Question:
         templates = _with_fields(tuple(self.question))
         for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
@@ -321,7 +352,11 @@ def _filled_question(template: str, fields: Sequence[str], row: dict[str, Any]) 
 def _choices(row: dict[str, Any], field: str) -> str:
     """Letters the choices of a question, a line for each; "" where the field is no list of texts."""
     choices = row.get(field)
-    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices) or len(choices) > len(LETTERS):
+    return _lettered(choices) if isinstance(choices, list) else ""
+
+
+def _lettered(choices: list[Any]) -> str:
+    if not all(isinstance(one, str) for one in choices) or len(choices) > len(LETTERS):
         return ""
     return "\n".join(f"{letter}. {one.strip()}" for letter, one in zip(LETTERS, choices, strict=False))
 
@@ -393,15 +428,7 @@ KEYS = sorted({"extends", *RowFormat.model_fields, *(f.name for f in dataclasses
 
 def read_task_file(path: Path) -> Task:
     """Read a task file. Raises ConfigError with every mistake of the file."""
-    text, table = read_yaml_table(path, "task file")
-    written = {str(key): value for key, value in table.items()}
-    keys, hashed = written, text.encode()
-    if "extends" in written:
-        base_text, base = _load_base(path, written["extends"])
-        replaced = ("graders",) if "reward" in written else ()  # its scores would be those of the other reward
-        keys = {**{key: value for key, value in base.items() if key not in (*OWN_KEYS, *replaced)}, **written}
-        del keys["extends"]
-        hashed = base_text.encode() + b"\0" + hashed
+    written, keys, hashed = _read_keys(path)
     problems = [f"{key}: {VALUE_REMEDIES['missing']}" for key in ("version", "title") if key not in written]
     problems += [f"{key}: not a key of a task file" for key in SET_HERE if key in written]
     rows = task = None
@@ -429,17 +456,21 @@ def read_task_file(path: Path) -> Task:
     return dataclasses.replace(task, read_row=read_row, read_question=rows.read_question, sha256=sha256)
 
 
-def _load_base(path: Path, name: Any) -> tuple[str, dict[str, Any]]:
-    if name not in (known := task_names()):
+def _read_keys(path: Path) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Returns the keys of a task file, the same with those of the tasks that it extends, and the bytes of all files."""
+    text, table = read_yaml_table(path, "task file")
+    written = {str(key): value for key, value in table.items()}
+    if "extends" not in written:
+        return written, written, text.encode()
+    if (name := written["extends"]) not in (known := task_names()):
         raise ConfigError(
             f"task file {str(path)!r}: extends {shown(name)} is not a built-in task; set one of {', '.join(known)}"
         )
-    text, base = read_yaml_table(TASKS_FOLDER / f"{name}.yaml", "task file")
-    if "extends" in base:
-        raise ConfigError(
-            f"task file {str(path)!r} extends {name!r}, which extends {base['extends']!r}; set extends to the latter"
-        )
-    return text, base
+    _, base, hashed = _read_keys(TASKS_FOLDER / f"{name}.yaml")
+    replaced = ("graders",) if "reward" in written else ()  # its scores would be those of the other reward
+    keys = {**{key: value for key, value in base.items() if key not in (*OWN_KEYS, *replaced)}, **written}
+    del keys["extends"]
+    return written, keys, hashed + b"\0" + text.encode()
 
 
 def _mistakes(error: ValidationError) -> list[str]:

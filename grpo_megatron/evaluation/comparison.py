@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.sampler import Z
-from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result
+from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result, read_samples
 from grpo_megatron.report.console import format_table
 from grpo_megatron.untrusted import visible
 
@@ -36,17 +36,88 @@ class CompareOptions(Options):
         False
     )
     as_json: Annotated[bool, Option("print JSON", flags=("--json",))] = False
+    changed: Annotated[bool, Option("also list the problems whose answers changed from right to wrong, or back")] = (
+        False
+    )
 
 
 def print_comparison(options: CompareOptions) -> int:
     """Print the paired comparison of two results; returns the exit code."""
     a, b = read_result(options.a), read_result(options.b)
     rows = compare_results(a, b, any_template=options.any_template)
+    names = list(dict.fromkeys(row["task"] for row in rows))
+    changes = {name: changed_problems(options.a, options.b, name) for name in names} if options.changed else {}
     if options.as_json:
-        print(json.dumps(rows, indent=1))
-    else:
-        print(visible(f"A: {a['model']['path']}\nB: {b['model']['path']}\n{paired_table(rows)}"))
+        print(json.dumps({"rows": rows, "changed": changes} if options.changed else rows, indent=1))
+        return 0
+    print(visible(f"A: {a['model']['path']}\nB: {b['model']['path']}\n{paired_table(rows)}"))
+    for name, changed in changes.items():
+        print(visible(f"\n{changed_table(name, changed)}"))
     return 0
+
+
+def print_against(base: Path, folder: Path) -> None:
+    """Print the comparison of a base (A) with an evaluation (B), and what changed; or say why they cannot be compared."""
+    try:
+        print()
+        print_comparison(CompareOptions(a=base, b=folder, changed=True, any_template=True))
+    except ConfigError as error:
+        print(f"--against {base}: {error}")
+
+
+# -- problem by problem ------------------------------------------------------------------------------------------------
+
+MOST_SHOWN, QUESTION_SHOWN = 20, 60  # problems of a direction in a terminal, characters of a question
+
+
+def changed_problems(a: Path, b: Path, task: str) -> list[dict[str, Any]]:
+    """List the problems with another number of right answers in B, the most lost first. Raises ConfigError.
+
+    `a`, `b`: shares of right answers among all samples, the greedy one too; `predictions`: of the first sample of each.
+    """
+    folders = (path if path.is_dir() else path.parent for path in (a, b))
+    left, right = (
+        {item.problem.uid: item for item in read_samples(folder / f"samples/{task}.jsonl")} for folder in folders
+    )
+    changed = [
+        {
+            "uid": uid,
+            "question": one.problem.question_text,
+            "answer": one.problem.answer,
+            **{
+                key: sum(s.correct for s in item.samples) / len(item.samples)
+                for key, item in (("a", one), ("b", right[uid]))
+            },
+            "predictions": [item.samples[0].grades[0].prediction for item in (one, right[uid])],
+        }
+        for uid, one in left.items()
+        if uid in right
+    ]
+    return sorted((row for row in changed if row["a"] != row["b"]), key=lambda row: row["b"] - row["a"])
+
+
+def changed_table(task: str, changed: list[dict[str, Any]]) -> str:
+    """Format the problems that B lost and those that it gained, at most MOST_SHOWN of each."""
+    parts = []
+    lost = [row for row in changed if row["b"] < row["a"]]
+    for word, rows in (("lost", lost), ("gained", changed[len(lost) :][::-1])):
+        cells = [
+            (
+                row["uid"],
+                f"{100 * row['a']:.0f} -> {100 * row['b']:.0f} %",
+                *(str(one)[:20] for one in (row["answer"], *row["predictions"])),
+                " ".join(row["question"].split())[:QUESTION_SHOWN],
+            )
+            for row in rows[:MOST_SHOWN]
+        ]
+        more = (
+            f"\n... and {len(rows) - MOST_SHOWN} more (compare --changed --json has all)"
+            if len(rows) > MOST_SHOWN
+            else ""
+        )
+        head = (f"{task}: {len(rows)} {word}", "right", "answer", "A", "B", "question")
+        parts.append(format_table(cells, head, 1) + more if rows else head[0])
+    return "\n\n".join(parts)
 
 
 def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool = False) -> list[dict[str, Any]]:

@@ -20,6 +20,8 @@ from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.evaluation import page as report
 from grpo_megatron.evaluation import results
 from grpo_megatron.evaluation.ask import Asker
+from grpo_megatron.evaluation.card import write_card
+from grpo_megatron.evaluation.comparison import print_against
 from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
@@ -71,6 +73,8 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
     """
     is_rank = "RANK" in os.environ
     num_ranks = _num_ranks(options, is_rank)
+    if options.against is not None:
+        results.read_result(options.against)  # a mistake is found before anything is sampled
     settings = prepare(options)
     is_owner = start_ranks is not None and os.environ.get("RANK", "0") == "0"
     with claim_output(options.folder) if is_owner else contextlib.nullcontext():
@@ -176,7 +180,7 @@ def cut_at_stop(token_ids: list[int], stop: Sequence[str], tokenizer: Any) -> tu
 
 
 def _grade_and_report(settings: EvaluationSettings) -> None:
-    """Grade all samples, write OUT/samples, OUT/results.json and OUT/report.html, print the tables.
+    """Grade all samples, write OUT/samples, results.json, report.html, card.md and card.json, print the tables.
 
     Tasks that the folder has from earlier commands stay in all three.
     """
@@ -196,9 +200,14 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
             tasks[run.name] = results.task_result(run, problems, pool)
     result = results.whole_result(settings, tasks)
     write_file(options.folder / "report.html", report.render_page(result, graded))
+    write_card(options.folder, result, options.contamination)
     # last, so that it exists only with all other files
     write_file(path, json.dumps(result, indent=1) + "\n")
-    print(f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html")
+    print(
+        f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html, card.md"
+    )
+    if options.against is not None:
+        print_against(options.against, options.folder)
 
 
 def grade_rows(options: GradeOptions) -> int:

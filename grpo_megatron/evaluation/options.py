@@ -131,6 +131,12 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     output: Annotated[
         Path | None, execution("default: outputs/evaluation/NAME OF THE MODEL FOLDER", "OUT", place=-1)
     ] = None
+    against: Annotated[
+        Path | None, execution("compare with this evaluation's folder, problem by problem", "BASE", place=-1)
+    ] = None
+    contamination: Annotated[
+        str | None, execution("what is known of the benchmarks in the training data, for card.md", "TEXT", place=-1)
+    ] = None
     dp: Annotated[
         int | None, execution("copies of the model (default 1; under torchrun: ranks / tp)", "N", ge=1, le=65_536)
     ] = None

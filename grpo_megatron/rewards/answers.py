@@ -1,4 +1,4 @@
-"""Answers as responses write them: the last box, marked numbers, layouts; the rewards gsm8k, format and tag_count."""
+"""Answers as responses write them: the last box, numbers, letters, layouts; rewards gsm8k, choice, format, tag_count."""
 
 from __future__ import annotations
 
@@ -205,6 +205,44 @@ def gsm8k_reward(completion: str, answer: str) -> dict[str, float]:
     return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
 
 
+# -- letters of choices: the reward choice -----------------------------------------------------------------------------
+
+_CHOICE = re.compile(
+    r"""(?: \\boxed | \\fbox | <answer> | \b[Aa](?:nswer|NSWER)\b (?:[\s*_]{0,8}\bis\b)? [\s*_]{0,8} :? )
+        (?: [\s*_`$({\[] | \\(?:text|textbf|mathrm|mathbf|boxed|\() ){0,16} ([A-Z]) (?!(?<=I)\s+[a-z]) (?![\w'&])""",
+    re.VERBOSE,
+)
+
+
+def choice_prediction(text: str) -> str | None:
+    r"""Returns the letter behind the last mark: `Answer: C`, `the answer is (C)`, `\boxed{C}`, `<answer>C</answer>`; or None.
+
+    Markdown, dollar signs, brackets and `\text` around the letter are dropped. What follows it may be its text, `(C) Rome`;
+    a longer word (`answer: Cats`, `answer is A's`) is no letter. A text that is one letter is that letter.
+    """
+    matches = _CHOICE.findall(text)
+    bare = text.strip(" \n.()")
+    return matches[-1] if matches else bare if len(bare) == 1 and "A" <= bare <= "Z" else None
+
+
+def choice_answer(answer: str) -> str:
+    """Reads the reference answer. Raises ValueError unless it is one letter, A to Z."""
+    if not (len(answer) == 1 and "A" <= answer <= "Z"):
+        raise ValueError(f"the reference answer {answer[:80]!r} is not a letter of a choice (A to Z)")
+    return answer
+
+
+extractors.register("choice")(Extractor(choice_prediction, choice_answer))
+
+
+@rewards.register("choice")
+def choice_reward(completion: str, answer: str) -> dict[str, float]:
+    """Returns 1 when the letter is the right choice's, else 0. "extracted": 1 when there is a letter to compare."""
+    prediction = choice_prediction(completion)
+    correct = float(prediction == choice_answer(answer))
+    return {"score": correct, "acc": correct, "extracted": float(prediction is not None)}
+
+
 # -- layout: the rewards `format` (all or nothing) and `tag_count` (a quarter per tag) ---------------------------------
 # Some chat templates write the first `<think>` themselves, at the end of the prompt. The caller puts it before the response
 # (`opened_thought`), so that both rewards see the whole turn.
@@ -263,19 +301,20 @@ def tag_count_reward(completion: str, answer: str) -> float:
 
 # -- how an instruction asks for the answer ----------------------------------------------------------------------------
 
-HASHES, BOXED, TAGGED, SENTENCE = "hashes", "boxed", "tagged", "sentence"
+HASHES, BOXED, TAGGED, SENTENCE, LETTER = "hashes", "boxed", "tagged", "sentence", "letter"
 IN_PROMPT = (("<answer>", TAGGED), ("\\boxed", BOXED), ("####", HASHES))  # what an instruction shows of its form
 OF_REWARDS = {  # what the graders of this package read
     **dict.fromkeys(["gsm8k", "gsm8k_strict", "graded"], HASHES),
     **dict.fromkeys(["graded_answer", "arithmetic"], TAGGED),
     "math": BOXED,
     "gsm8k_cot_strict": SENTENCE,
+    "choice": LETTER,
 }
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer. `name` is one of HASHES, BOXED, TAGGED, SENTENCE, or "": the answer alone."""
+    """The form of an answer. `name` is one of HASHES, BOXED, TAGGED, SENTENCE, LETTER, or "": the answer alone."""
 
     name: str
 
@@ -287,6 +326,7 @@ class AnswerForm:
             BOXED: "\\boxed{ANSWER}",
             TAGGED: "<answer>ANSWER</answer>",
             SENTENCE: "The answer is ANSWER.",
+            LETTER: "Answer: ANSWER",
         }
         return shown.get(self.name, "the answer alone, because neither the prompt nor the task's reward shows a form")
 
@@ -306,6 +346,7 @@ class AnswerForm:
             BOXED: f"The answer is \\boxed{{{answer}}}.",
             TAGGED: f"<answer>{answer}</answer>",
             SENTENCE: sentence,
+            LETTER: f"Answer: {answer}",
         }
         return thought + written.get(self.name, answer)
 

@@ -29,6 +29,9 @@ EMPTY_BOX = "For any integer $n>1$, the number of prime numbers greater than $n!
         ("olympiadbench", {"question": "q", "final_answer": ["$1$", "$2$"]}, "1, 2"),
         ("olympiadbench", {"question": "q", "final_answer": ["$1$,$2$"]}, "$1$,$2$"),
         ("aime", {"question": "q", "answer": 204}, "204"),
+        ("aime26", {"problem": "q", "answer": 204, "problem_type": ["Algebra"]}, "204"),
+        ("hmmt", {"problem": "q", "answer": r"\frac{1}{576}"}, r"\frac{1}{576}"),
+        ("mgsm", {"question": "q", "answer": None, "answer_number": 18}, "18"),
         ("amc", {"prompt": "q", "final_answer": ["$27$"]}, "27"),
         ("boxed", {"prompt": "q", "answer": 204}, "204"),
         ("boxed", {"problem": " ", "question": "q", "answer": "204"}, "204"),
@@ -47,7 +50,7 @@ def test_questions_and_answers_of_rows(task: str, row: dict[str, Any], answer: s
 
 def test_choices_are_lettered_and_an_index_is_a_letter(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    (tmp_path / "mmlu.yaml").write_text(next(b for b in page.split("```yaml\n") if "mmlu" in b).partition("```")[0])
+    (tmp_path / "mmlu.yaml").write_text(next(b for b in page.split("```yaml\n") if "my_mmlu" in b).partition("```")[0])
     task = get_task(str(tmp_path / "mmlu.yaml"))
     row = {"question": "Which is red?", "choices": ["sky", " blood"], "answer": 1}
     assert task.read_row(row) == ("Which is red?\nA. sky\nB. blood", "B")
@@ -61,9 +64,45 @@ def test_choices_are_lettered_and_an_index_is_a_letter(tmp_path: Path) -> None:
         parsed_row(wrong, None, row)
 
 
+OPTIONS = {"question": "Which is red?", "options": ["sky", "blood", "grass"]}
+GPQA = {"Question": "Which?", "Correct Answer": "yes", **{f"Incorrect Answer {n}": f"no {n}" for n in (1, 2, 3)}}
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "letter"),
+    [
+        ("mmlu", {"question": "Which is red?", "choices": OPTIONS["options"], "answer": 1}, "B"),
+        ("mmlu_pro", {**OPTIONS, "answer": "C", "answer_index": 2}, "C"),
+        ("supergpqa", {**OPTIONS, "answer": "blood", "answer_letter": "B"}, "B"),
+    ],
+)
+def test_choices_of_public_rows_keep_their_order(task: str, row: dict[str, Any], letter: str) -> None:
+    assert get_task(task).read_row(row) == ("Which is red?\n\nA. sky\nB. blood\nC. grass", letter)
+    assert get_task(task).read_unanswered(row)[0] == "Which is red?\n\nA. sky\nB. blood\nC. grass"
+
+
+def test_choices_are_shuffled_by_a_seed(tmp_path: Path) -> None:
+    """The letter follows the right choice; the order depends on seed and texts, not on the row's place or other columns."""
+    (tmp_path / "other.yaml").write_text(
+        "extends: gpqa\nname: other\nversion: 1\ntitle: another seed\n"
+        "choices: {fields: [Correct Answer, Incorrect Answer 1, Incorrect Answer 2, Incorrect Answer 3], shuffle_seed: 1}\n"
+    )
+    rows = [{**GPQA, "Incorrect Answer 3": f"no {n}"} for n in range(3, 43)]
+    first, other = (get_task(str(name)) for name in ("gpqa", tmp_path / "other.yaml"))
+    read, again = ([task.read_row(row) for row in rows] for task in (first, other))
+    for question, letter in read + again:
+        assert isinstance(question, str) and f"\n{letter}. yes" in question
+    assert {letter for _, letter in read} == set("ABCD") and read != again
+    assert read == [first.read_row({"Record ID": "x", **row}) for row in reversed(rows)][::-1]
+
+
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
+        ("mmlu_pro", {**OPTIONS, "answer": "D"}, "the right choice 'D' is none of the 3"),
+        ("mmlu_pro", {**OPTIONS, "options": "sky", "answer": "A"}, "'options' is no list of 1 to 26 texts"),
+        ("mmlu_pro", {"question": "q", "answer": "A"}, "'options' is no list of 1 to 26 texts"),
+        ("gpqa", {**GPQA, "Incorrect Answer 2": None}, "field 'Incorrect Answer 2' is null"),
         ("gsm8k", {"question": "1+1?", "answer": "2"}, "no #### before"),
         ("gsm8k", {"question": "1+1?", "answer": "####"}, "field 'answer' holds no answer"),
         ("gsm8k", {"question": "1+1?", "answer": "#### two"}, "'two' is not a number"),
@@ -102,6 +141,7 @@ def test_a_row_needs_the_answer_only_where_something_reads_it() -> None:
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     names = "gsm8k gsm8k_cot8 gsm8k_lm_eval gsm8k_r1 math math500 math_minerva4 svamp olympiadbench aime amc"
     names += " minerva r1 boxed arithmetic products two_hops jsonl verl trl geometry3k geoqa"
+    names += " mmlu mmlu_pro gpqa supergpqa mgsm aime24 aime25 aime26 hmmt"
     assert task_names() == sorted(names.split())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title
@@ -225,9 +265,8 @@ def test_wrong_task_files(tmp_path: Path) -> None:
         ("{", "is not valid YAML"),
         ("name: x\nversion: 0\n", missing),
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
-        ("extends: svamp\n", "extends 'svamp', which extends 'gsm8k'; set extends to the latter"),
         (f"{own}read_row: 5\n", "read_row: not a key of a task file"),
-        (f"{own}chat: {{}}\n", "chat: unknown key .known: answer, answer_is_optional, extends"),
+        (f"{own}chat: {{}}\n", "chat: unknown key .known: answer, answer_is_optional, choices, extends"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):

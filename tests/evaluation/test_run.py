@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from grpo_megatron.cli.main import main
@@ -283,6 +284,28 @@ def test_the_command_grades_and_reports(
     shown = capsys.readouterr().out
     assert "gsm8k pass@1 (greedy)" in shown and "math avg@2" in shown and "McNemar p" in shown
     assert "--limit" not in printed + shown
+    card = (tmp_path / "out/card.md").read_text()
+    (model,) = ModelCard(card).data.to_dict()["model-index"]
+    assert json.loads((tmp_path / "out/card.json").read_text())["model-index"] == [model]
+    first_row = model["results"][0]
+    assert first_row["dataset"]["type"] == "gsm8k" and first_row["dataset"]["args"]["num_problems"] == 6
+    assert first_row["metrics"][0] == {
+        "type": "pass@1 (greedy)",
+        "name": "gsm8k pass@1 (greedy)",
+        "value": round(100 * scores["pass@1 (greedy)"]["value"], 4),
+    }
+    assert "| gsm8k | 6 | pass@1 (greedy) |" in card and "Contamination: not examined" in card
+    known = ["--against", str(tmp_path / "out"), "--contamination", "no 13-gram in common"]
+    assert main(command(*known, output="better")) == 0
+    against = capsys.readouterr().out
+    assert "Contamination: no 13-gram in common." in (tmp_path / "better/card.md").read_text()
+    gained = [row for row in rows if not all(s["grades"]["accuracy"]["correct"] for s in row["samples"])]
+    assert f"gsm8k: {len(gained)} gained" in against and "gsm8k: 0 lost" in against and shown.strip() in against
+    assert main(["evaluate", "compare", *paths, "--changed", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["changed"]["gsm8k"]
+    assert {row["uid"] for row in listed} == {row["uid"] for row in gained} and all(row["b"] == 1 for row in listed)
+    assert main(command("--against", str(tmp_path / "none"), output="better")) == 2
+    assert "cannot read" in capsys.readouterr().err
     fill_ledger(folder, tmp_path / "few", 0.5, limit=4)
     assert main(command("--limit", "4", output="few")) == 0
     printed = capsys.readouterr().out

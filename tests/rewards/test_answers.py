@@ -277,6 +277,7 @@ def test_equal_completions_get_the_harness_scores() -> None:
 # -- hostile texts, for all rewards that read no formula ---------------------------------------------------------------
 
 NAMES = sorted(set(rewards.names()) - {"composite", "judge", "math"})
+ANSWERS = {"choice": "C"}  # reference answers that are not 42
 CHARACTERS = st.one_of(st.characters(), st.sampled_from("#<answer>/\\boxed{} 0159.,-+*$%=()^\u0665\u00bd\n"))
 
 
@@ -286,13 +287,26 @@ def test_any_text_is_graded_without_an_exception(text: str) -> None:
     for name in NAMES:
         kwargs = {"max_length": 100} if name == "length" else {}
         for start in ("", "####", "<answer>"):
-            value = rewards.get(name)(start + text, "42", **kwargs)
+            value = rewards.get(name)(start + text, ANSWERS.get(name, "42"), **kwargs)
             assert -1 <= (value["score"] if isinstance(value, dict) else value) <= 1
 
 
 MEGABYTES_10 = 10_000_000
 PIECES = ["#", "<answer>", "\\boxed{", "0", "0." + "0" * 5000, "1,000", " ", "\n", "42/", "\u0665"]
-MORE_PIECES = ["a", "ab ", "\u0301", "<think>", "\u4f60", "\ud800", "1+1=2\n", "1+1=2,", "((", "9^9^", "<<"]
+MORE_PIECES = [
+    "answer is * ",
+    "a",
+    "ab ",
+    "\u0301",
+    "<think>",
+    "\u4f60",
+    "\ud800",
+    "1+1=2\n",
+    "1+1=2,",
+    "((",
+    "9^9^",
+    "<<",
+]
 
 
 @pytest.mark.parametrize("piece", [*PIECES, *MORE_PIECES])
@@ -307,6 +321,65 @@ def test_a_long_text_takes_linear_time(piece: str) -> None:
     arithmetic_reward("<think>" + text, "42")
     opened_thought(text)
     for name in NAMES:  # these read every character
-        for answer in ("42", "a b") if name.startswith("graded") else ("42",):
+        for answer in ("42", "a b") if name.startswith("graded") else (ANSWERS.get(name, "42"),):
             rewards.get(name)(text[:250_000], answer, **({"max_length": 100} if name == "length" else {}))
     assert time.process_time() - start < 90
+
+
+# -- letters of choices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        *(
+            (text, "C")
+            for text in ("Answer: C", "**Answer:** C", "**Answer: C**", "ANSWER: C", "the answer is (C).", "C")
+        ),
+        *((text, "C") for text in ("The correct answer is C) Rome", "The answer is\n\n**C**", "Answer: $C$", "(C)")),
+        *(
+            (text, "C")
+            for text in (r"$\boxed{\text{C}}$", r"The answer is $\boxed{\mathrm{(C)}}$", "<answer>C</answer>")
+        ),
+        ("The answer is A. Wait, no.\nAnswer: B", "B"),
+        ("Answer: **I**", "I"),
+        *(
+            (text, None)
+            for text in ("Answer: I think so", "Answer: Cats", "answer is A's", "answer: c", "the answer", "")
+        ),
+        ("answer to question C", None),
+    ],
+)
+def test_the_letter_behind_the_last_mark(text: str, letter: str | None) -> None:
+    assert extractors.get("choice").extract(text) == letter
+    assert rewards.get("choice")(text, "C") == {
+        "score": float(letter == "C"),
+        "acc": float(letter == "C"),
+        "extracted": float(letter is not None),
+    }
+
+
+def test_letters_beside_those_of_lm_evaluation_harness() -> None:
+    """Its regular expressions of mmlu_pro 3.1 and gpqa_*_cot_zeroshot 2.2 (flexible-extract), as of lm-eval 0.4.13.
+
+    They find no letter in other forms, and the first one takes the first answer of a text that corrects itself.
+    """
+    mmlu_pro, gpqa = re.compile(r"answer is \(?([ABCDEFGHIJ])\)?"), re.compile(r"\([A-Z]\)")
+    texts = {
+        "So the answer is (C).": "CC",
+        "the answer is C": "C-",
+        "Answer: C": "--",
+        r"\boxed{C}": "--",
+        "I pick (C)": "-C",
+    }
+    for text, found in texts.items():
+        harness = [next(iter(mmlu_pro.findall(text)), "-"), next(iter(gpqa.findall(text)[-1:]), "(-)")[1]]
+        assert harness == [*found]
+    assert [extractors.get("choice").extract(text) for text in texts] == ["C", "C", "C", "C", None]
+    corrected = "The answer is A... no, the answer is B"
+    assert mmlu_pro.findall(corrected)[0] == "A" and extractors.get("choice").extract(corrected) == "B"
+
+
+def test_a_reference_answer_that_is_no_letter_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the reference answer 'Rome' is not a letter of a choice"):
+        rewards.get("choice")("Answer: C", "Rome")
