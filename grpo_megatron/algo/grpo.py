@@ -18,6 +18,7 @@ from grpo_megatron.algo.advantages import (
     finite_steps,
     group_scale,
     is_informative,
+    penalised_rewards,
     per_group,
     scorable_groups,
 )
@@ -51,6 +52,33 @@ def grpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         centred = deviations(rewards)
         scale = group_scale(centred, config)
         return [deviation / scale for deviation in centred]
+
+    return per_group(table, estimate)
+
+
+@advantage_estimators.register("lite_ppo", compares_group=True)
+def lite_ppo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Computes A_i = (r_i - mean of the group) / (std of the step + 1e-6) (Lite PPO, arXiv 2508.08221).
+
+    The std (ddof 1) is over all scorable rewards of the step, on every rank, as TRL's scale_rewards=batch. A group of equal
+    rewards has exactly 0.
+    """
+    scorable = [reward for reward in penalised_rewards(table) if math.isfinite(reward)]
+    scale = group_scale(deviations(scorable), config) if is_informative(scorable) else 1.0
+    return per_group(table, lambda rewards, rows: [deviation / scale for deviation in deviations(rewards)])
+
+
+@advantage_estimators.register("maxrl", compares_group=True)
+def maxrl(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Computes A_i = (r_i - mean) / mean, for rewards that are not negative (MaxRL, arXiv 2602.02710).
+
+    With rewards 0 and 1 this is the gradient of the likelihood, cut off at order n: a prompt of pass rate p weighs 1 / p. A
+    group with a mean of 0 or less gets 0, as in prime-rl.
+    """
+
+    def estimate(rewards: list[float], rows: list[int]) -> list[float]:
+        mean = math.fsum(rewards) / len(rewards)
+        return [deviation / mean if mean > 0 else 0.0 for deviation in deviations(rewards)]
 
     return per_group(table, estimate)
 
@@ -120,14 +148,15 @@ def _rewards_to_go(steps: Sequence[tuple[int, float]], length: int) -> list[floa
 # micro-batch.)
 
 
-@policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
+@policy_losses.register("gspo", is_proportional=True, aggregation=(*SEQUENCE_MEAN, "seq-mean-token-sum"))
 def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Clips one ratio per sequence, s = exp(mean of d_t), in the form of `vanilla` without the dual clip (arXiv 2507.18071).
 
     The ratio of whole sequences is exp(sum of d_t). GSPO takes the mean, as its paper defines it: for independent d_t of
     standard deviation 0.01, the sum over 4,096 tokens has 0.64, and more for longer responses, so that no bound suits all
     lengths and one token can clip a response. The mean has 0.00016, which is the scale of the paper's bounds, 3e-4 and 4e-4.
-    The gradient of a response is then its tokens' mean: a long one weighs no more than a short one.
+    The gradient of a response is then its tokens' mean: a long one weighs no more than a short one. With
+    `seq-mean-token-sum` the value of a response is multiplied by its length: LUSPO (arXiv 2602.05261; as in TRL).
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     ratio = ratio_of(sequence_mean(log_ratio, inputs.mask)).expand_as(log_ratio)

@@ -160,7 +160,8 @@ def total_loss(
     Returns a scalar with gradient: 0, with zero gradients, when everything is masked or B is 0. `actor/pg_loss`,
     `actor/entropy_loss` and, with a penalty, `actor/kl_loss` aggregate like the loss, before their coefficients.
     `actor/entropy` and the metrics of the policy loss and of the penalty are means over the loss tokens.
-    `kl_penalty` None: no KL term; otherwise `inputs.ref_logprobs` is required.
+    `kl_penalty` None: no KL term; otherwise `inputs.ref_logprobs` is required. `use_unbiased_kl` multiplies it by rho, with
+    gradient (DeepSeek-V3.2, arXiv 2512.02556, 3.1): for k3 that is rho (logprobs - ref_logprobs), which is unbiased off-policy.
     """
     weights = inputs.token_weights
     per_token, loss_metrics = policy_loss(inputs, config)
@@ -172,6 +173,8 @@ def total_loss(
     if kl_penalty is not None:
         assert inputs.ref_logprobs is not None, "a KL loss needs ref_logprobs"
         kl, kl_metrics = kl_penalty(inputs.logprobs, inputs.ref_logprobs)
+        if config.use_unbiased_kl:
+            kl = kl * ratio_of(inputs.logprobs - inputs.old_logprobs)
         weighted["actor/kl_loss"] = kl
         loss_metrics = {**loss_metrics, **kl_metrics}
         # With a coefficient of 0 the term must not be added: 0 * inf is NaN.

@@ -183,6 +183,11 @@ def _losses(config: Config) -> Problems:
             f"{k.actor.loss_mode} is a mean over responses, and {k.actor.loss_agg_mode} would weigh it otherwise; set"
             f" loss_agg_mode={' or '.join(facts.aggregation)}"
         )
+    if actor.use_unbiased_kl and actor.kl_loss_type not in ("k1", "kl", "k3", "low_var_kl"):
+        yield (
+            f"{k.actor.use_unbiased_kl} is unbiased for the values of k1 and k3 alone, and {k.actor.kl_loss_type}; set"
+            " kl_loss_type=k3, or use_unbiased_kl=false"
+        )
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode and correction.rollout_is is not None:
         yield (

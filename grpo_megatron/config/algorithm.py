@@ -58,10 +58,10 @@ class RolloutCorrection(Section):
     """larger weights are cut to it (icepop: set to 0)"""
     rollout_is_threshold_low: Annotated[float | None, Needs(".rollout_is=icepop")] = Field(None, gt=0)
     """icepop: smaller weights are set to 0; null: 1 / upper"""
-    rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
+    rollout_rs: Literal["token", "sequence", "geometric", "off_policy", "binary_kl"] | None = None
     """null: nothing is taken out"""
     rollout_rs_threshold: Annotated[float, Needs(".rollout_rs")] = Field(2.0, gt=0)
-    """largest ratio that stays (off_policy: nats per token)"""
+    """largest ratio that stays (off_policy: nats per token; binary_kl: nats)"""
     rollout_rs_threshold_low: Annotated[float | None, Needs(".rollout_rs")] = Field(None, gt=0)
     """smallest ratio that stays; null: 1 / upper"""
 

@@ -7,7 +7,8 @@ epsilon's share): 7/sqrt(8) = 2.4748737 for 8. No sample can ever get more, whic
 [1, 1.00001]: deviations 5e-6, std 5e-6 * sqrt(2): 5e-6 / (7.0710678e-6 + 1e-6) = 0.6194967.
 
 Length-weighted baselines: rewards [1,0,0,1], lengths [3,2,3,3]: 6/11; [1,1,1,0] with [3,3,3,1]: 9/10. gpg: 8 samples, 5
-rewards that are not 0: 8/5 of the deviations. pass@k: [1,.2,.7,.1]: 1 - .7 = .3, std sqrt(.18) = .4242641.
+rewards that are not 0: 8/5 of the deviations. Lite PPO: the 8 rewards have squared deviations 5 * 9/64 + 3 * 25/64 = 15/8, std
+sqrt(15/56) = .5175492. pass@k: [1,.2,.7,.1]: 1 - .7 = .3, std sqrt(.18) = .4242641.
 
 Process: steps .1 and .9 of one sample, .4 and 0 of the other: mean .35, squared deviations .0625 + .3025 + .0025 + .1225
 = .49, std sqrt(.49 / 3) = .4041452; z = -.6185880, 1.3608937, .1237176, -.8660233, summed from the end.
@@ -43,13 +44,21 @@ from tests.algo.tables import Step, make_table, per_token, run
 NAN = math.nan
 QUICK = settings(deadline=None, derandomize=True, max_examples=50)
 WHITENED = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]  # over all tokens of the batch
-BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]  # one number per row, from the prompt's rewards
+BY_GROUP = [
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "lite_ppo",
+    "maxrl",
+]  # one number per row, from the prompt's rewards
 LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
 
 
 def test_an_estimator_stands_in_the_file_of_its_family() -> None:
     for name in BY_GROUP:
-        assert advantage_estimators.get(name) is vars(grpo if "grpo" in name else reinforce)[name]
+        assert advantage_estimators.get(name) is vars(reinforce if name in ("rloo", "opo", "gpg") else grpo)[name]
 
 
 def estimate(
@@ -71,6 +80,8 @@ def float32(value: float) -> float:
         ("grpo", False, [0.5, -0.5, -0.5, 0.5, 0.25, 0.25, 0.25, -0.75]),
         ("rloo", True, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3, -1.0]),
         ("opo", True, [0.4545455, -0.5454545, -0.5454545, 0.4545455, 0.1, 0.1, 0.1, -0.9]),
+        ("lite_ppo", True, [0.9660899, -0.9660899, -0.9660899, 0.9660899, 0.4830450, 0.4830450, 0.4830450, -1.4491349]),
+        ("maxrl", True, [1, -1, -1, 1, 1 / 3, 1 / 3, 1 / 3, -1]),
         ("gpg", True, [0.8, -0.8, -0.8, 0.8, 0.4, 0.4, 0.4, -1.2]),
     ],
 )
