@@ -3,8 +3,9 @@
     python examples/compare_methods.py [--only grpo rloo ...] [--steps 30] [--seeds 0 1 2] [--output outputs/methods]
 
 First prepares the quickstart's data and warmed-up model if they do not exist. Then runs `python -m grpo_megatron train`
-with the config of each method in examples/methods/, from the same weights; one seed is one order of prompts for all. A run that
-was made before is not made again. With several seeds, the table has means. Writes `table.md` and `curves.png`. One to two minutes per method on two CPU cores.
+with the config of each method in examples/methods/, from the same weights; a seed is one order of prompts for all methods. A
+run that was made before is not made again. Writes `table.md`, with means over the seeds, and `curves.png`. One to two minutes
+per run on two CPU cores.
 """
 
 from __future__ import annotations
