@@ -27,7 +27,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
-from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
+from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups, with_reward_parts
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -399,6 +399,8 @@ class Run:
     def _rewarded(self, samples: Sequence[Sample]) -> GroupTable:
         """Every sample's reward, on every rank."""
         table = gather_groups(samples, self.mesh)
+        if names := self.config.algorithm.gdpo_reward_keys:
+            table = with_reward_parts(samples, table, names, self.mesh)
         if self.reward_model is not None:
             table = self.reward_model.reward(self.step, samples, table, self.metrics)
         self.guards.begin(self.step, table)

@@ -184,6 +184,7 @@ class GroupTable:
     raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
     turn_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # parts of `reward`: (last token, reward)
+    reward_parts: list[list[float]] = field(default_factory=list)  # GDPO: the parts that gdpo_reward_keys names
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones

@@ -41,6 +41,7 @@ class EstimatorFacts:
     needs_rewards: bool = True  # false: the advantages do not depend on rewards
     needs_greedy_reward: bool = False  # reads the reward of each prompt's greedy response
     needs_step_rewards: bool = False  # reads the rewards of single steps
+    needs_reward_parts: bool = False  # reads the parts of a reward
     needs_values: bool = False  # reads the critic's values: the run has a critic
     ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
     scores: Literal["", "response", "step"] = ""  # made for a loss of a scalar head (LossFacts.scores)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import (
     Advantages,
     advantage_estimators,
+    check_rewards,
     deviations,
     finite_steps,
     group_scale,
@@ -81,6 +83,35 @@ def maxrl(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         return [deviation / mean if mean > 0 else 0.0 for deviation in deviations(rewards)]
 
     return per_group(table, estimate)
+
+
+@advantage_estimators.register("gdpo", compares_group=True, needs_reward_parts=True, ignores_token_penalties=True)
+def gdpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Normalises each part of the reward apart, and sums the results with weights (GDPO, arXiv 2601.05242).
+
+        z_ik = (r_ik - mean) / (std + 1e-6) over the group,   a_i = sum of w_k z_ik,   A_i = a_i / (std of the step's a + 1e-6)
+
+    Large parts do not hide small ones: rewards (1, 0) and (0, 1) of equal sums differ. The paper also subtracts the mean of a,
+    which is 0. verl whitens over tokens, TRL as here. An overlong penalty is one more part, of weight 1. Without
+    `norm_adv_by_std_in_grpo` nothing is divided. Raises ValueError when the table has no parts.
+    """
+    check_rewards(table.reward)
+    if not table.reward_parts and len(table):
+        raise ValueError("algorithm.adv_estimator='gdpo' needs the parts of the rewards, and the table has none")
+    columns: list[list[float]] = [list(column) for column in zip(*table.reward_parts, strict=True)]
+    weights = list(config.gdpo_reward_weights or [1.0] * len(columns))
+    if table.raw_reward:
+        columns.append([reward - raw for reward, raw in zip(table.reward, table.raw_reward, strict=True)])
+        weights.append(1.0)
+    is_scorable = [math.isfinite(reward) for reward in table.reward]
+    sums = [0.0] * len(table)
+    for weight, column in zip(weights, columns, strict=True):
+        part = [value if keep else math.nan for value, keep in zip(column, is_scorable, strict=True)]
+        normalised = grpo(replace(table, reward=part, token_penalties=[]), config)
+        sums = [total + weight * z for total, z in zip(sums, normalised, strict=True) if isinstance(z, float)]
+    scorable = [total for total, keep in zip(sums, is_scorable, strict=True) if keep]
+    scale = group_scale(deviations(scorable), config) if is_informative(scorable) else 1.0
+    return [total / scale for total in sums]
 
 
 @advantage_estimators.register("grpo_passk", compares_group=True)

@@ -154,6 +154,18 @@ def _groups(config: Config) -> Problems:
         )
     if facts.needs_greedy_reward and not is_sampled:
         yield f"{key} needs a greedy response to every prompt, and {k.algorithm.source} samples none; set source=policy"
+    names, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if facts.needs_reward_parts and not names:
+        parts = ", ".join(part.name for part in config.reward.components) or "NAME, ..."
+        yield (
+            f"{key} needs parts of the reward, and the config gives one for the whole response; set"
+            f" {k.algorithm.gdpo_reward_keys:key}=[{parts}], names that the reward function reports"
+        )
+    if weights is not None and len(weights) != len(names):
+        yield (
+            f"{k.algorithm.gdpo_reward_weights} has {len(weights)} numbers for {len(names)} names of"
+            f" {k.algorithm.gdpo_reward_keys:key}; give one for each"
+        )
     # An environment may give rewards for single turns, which only a run can tell. Reward models: models.py.
     if facts.needs_step_rewards and config.rollout.multi_turn.environment is None and not config.reward_paths:
         name = reward_name(config.reward) or _task_reward(config)

@@ -425,6 +425,7 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
     weights = settings.get("reward_weights")
+    is_apart = settings.get("multi_objective_aggregation") == "normalize_then_sum"
     if len(functions) == 1 and not weights:
         return {"reward.function": f"{functions[0][0]}:{functions[0][2]}"}
     if not isinstance(weights, list) or len(weights) != len(functions):
@@ -433,7 +434,9 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         {"name": name, "function": f"{module}:{name}", "weight": weight}
         for (module, _, name), weight in zip(functions, weights, strict=True)
     ]
-    return {"reward.components": parts}
+    apart = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": [name for *_, name in functions]}
+    apart["algorithm.gdpo_reward_weights"] = weights
+    return {"reward.components": parts, **(apart if is_apart else {})}
 
 
 TRL_CONVERTS: dict[str, tuple[str, Convert]] = {

@@ -89,6 +89,30 @@ def test_published_vectors(name: str, by_std: bool, expected: list[float]) -> No
     assert estimate([[1, 0, 0, 1], [1, 1, 1, 0]], name, by_std, LENGTHS) == pytest.approx(expected, abs=1e-7)
 
 
+def test_gdpo_normalises_each_part() -> None:
+    """Parts [1,0,0,1] (z = +-.8660239) and [0,4,0,0] (mean 1, std 2: z 3/2, -1/2; minus the epsilon), the second at weight .1.
+
+    Sums .8160239, -.7160239, -.9160239, .8160239 in about; a second prompt of equal parts adds four 0 to the step's std.
+    """
+    table = replace(
+        make_table([[1, 4, 0, 1], [7, 7, 7, 7]]),
+        reward_parts=[[1, 0], [0, 4], [0, 0], [1, 0], *[[3, 4]] * 4],
+    )
+    z = [[0.5, -0.5, -0.5, 0.5], [-1, 3, -1, -1]]
+    sums = [a / (3**-0.5 + 1e-6) + 0.1 * b / (2 + 1e-6) for a, b in zip(*z, strict=True)]
+    scale = math.sqrt(sum(s * s for s in sums) / 7) + 1e-6
+    settings = {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.1]}
+    assert run(table, "gdpo", **settings) == pytest.approx([*(s / scale for s in sums), 0, 0, 0, 0], abs=1e-12)
+    penalised = replace(
+        table, raw_reward=table.reward, reward=[0.5, 4, 0, 1, 7, 7, 7, 7]
+    )  # one more part: [-1/2, 0, 0, 0]
+    assert run(penalised, "gdpo", **settings)[0] < run(table, "gdpo", **settings)[0]  # type: ignore[operator]
+    unscorable = replace(table, reward=[NAN, 4, 0, 1, 7, 7, 7, 7])
+    assert run(unscorable, "gdpo", **settings)[0] == 0
+    with pytest.raises(ValueError, match="needs the parts"):
+        run(make_table([[1, 0]]), "gdpo", **settings)
+
+
 def test_pass_at_k() -> None:
     assert estimate([[1, 0.2, 0.7, 0.1]], "grpo_passk", by_std=False) == pytest.approx([0.3, 0, 0, 0])
     assert estimate([[1, 0.2, 0.7, 0.1]], "grpo_passk") == pytest.approx([0.7071051, 0, 0, 0], abs=1e-7)
@@ -280,7 +304,7 @@ def table_of(size: float, penalty: float | None = None) -> GroupTable:
     steps = [[[(0, reward), (2, -reward)] for reward in group] for group in rewards]
     penalties = [[[penalty] * 3 for _ in group] for group in rewards] if penalty is not None else None
     table = make_table(rewards, steps=steps, greedy=[-size, size], penalties=penalties)
-    return replace(table, values=[[0.5, -0.5, 0.25]] * len(table))
+    return replace(table, values=[[0.5, -0.5, 0.25]] * len(table), reward_parts=[[reward] for reward in table.reward])
 
 
 @pytest.mark.parametrize("size", [1e308, -1e308, 1.1e15])

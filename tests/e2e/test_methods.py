@@ -63,6 +63,20 @@ METHODS: dict[str, dict[str, Any]] = {
         },
         "actor": {"use_kl_loss": False},
     },
+    "gdpo with a mask": {  # two updates per batch, against the engine's log-probabilities
+        "reward": {
+            "function": None,
+            "components": [
+                {"name": name, "function": f"tests.e2e.rewards:{name}_reward"} for name in ("length", "odd")
+            ],
+        },
+        "algorithm": {
+            "adv_estimator": "gdpo",
+            "gdpo_reward_keys": ["length", "odd"],
+            "rollout_correction": {"bypass_mode": True, "rollout_is": None},
+        },
+        "actor": {"loss_mode": "kpop", "ppo_mini_batch_size": 3, "clip_ratio_low": 1e-9, "clip_ratio_high": 1e-9},
+    },
     "rejection": {"algorithm": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.0000001}}},
     "ppo": {**PPO, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
     "ppo again": {**PPO, "trainer": {"total_training_steps": 2, "save_freq": 2}},
@@ -204,6 +218,16 @@ def test_remax_has_the_greedy_rewards(runs: dict[str, dict[str, Any]]) -> None:
     for table in runs["remax"]["tables"]:
         assert all(math.isfinite(reward) for reward in table.greedy_reward)
         assert len({(p, g) for p, g in zip(table.prompt_index, table.greedy_reward, strict=True)}) == 6
+
+
+def test_parts_of_rewards_are_known_and_moved_tokens_are_masked(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["gdpo with a mask"]
+    for table in run["tables"]:
+        assert [sum(parts) for parts in table.reward_parts] == table.reward
+        assert len({tuple(parts) for parts in table.reward_parts}) > 2
+    assert all(
+        0.3 < share < 0.5 for share in column(run, "actor/pg_clipfrac")
+    )  # of the second update, nearly all tokens
 
 
 def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> None:
