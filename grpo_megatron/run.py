@@ -17,7 +17,14 @@ from typing import Any
 import torch
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_overlong_penalty
-from grpo_megatron.algo.losses import PolicyLoss, has_kl_in_reward, needs_reference, policy_losses, reasons_for_old_pass
+from grpo_megatron.algo.losses import (
+    PolicyLoss,
+    has_kl_in_reward,
+    needs_reference,
+    policy_losses,
+    reasons_for_old_pass,
+    selected_by,
+)
 from grpo_megatron.algo.plan import assign_rows, weigh
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
@@ -290,6 +297,7 @@ class Run:
             batch.plan = weigh(plan, table, algorithm, actor, max_response_length=limit, distills=distills)
             batch.table = table
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
+            self.correction.select(batch, actor)
             if self.teachers is not None:
                 self.teachers.weigh(batch)
             if self.critic is not None:
@@ -411,7 +419,9 @@ class Run:
         if not reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size):
             return None
         with self.metrics.phase("old_log_prob"):
-            return self.policy.logprobs(batch)
+            if selected_by(config.actor) == "entropy":
+                batch.old_entropy = torch.zeros_like(batch.rollout_logprobs)
+            return self.policy.logprobs(batch, entropies=batch.old_entropy)
 
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):

@@ -20,7 +20,8 @@ from grpo_megatron.types import GroupTable
 EPSILON = 1e-6
 MAX_ABSOLUTE = 1e15  # of a reward; the square is far from the limit of float32, 3e38
 FAMILY_MODULES = tuple(
-    f"grpo_megatron.algo.{name}" for name in ("grpo", "reinforce", "ppo", "preference", "reward_models", "masked")
+    f"grpo_megatron.algo.{name}"
+    for name in ("grpo", "reinforce", "ppo", "preference", "reward_models", "masked", "selection")
 )
 
 # One entry per table row: a number for the whole response; a list of response_length numbers, of which those outside

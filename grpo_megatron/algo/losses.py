@@ -52,6 +52,7 @@ class LossInputs(MaskedInputs):
     mask: Bool[Tensor, "B R"]  # the loss mask: true at a token of the loss
     token_weights: Float[Tensor, "B R"]
     correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
+    selected: Float[Tensor, "B R"] | None = None  # 1 at the tokens that selection.py has chosen; None: it chooses none
     # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
     teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
     teacher_weights: Float[Tensor, "B R"] | None = None  # coefficient * the token's weight; 0: no teacher
@@ -166,6 +167,9 @@ def total_loss(
     weights = inputs.token_weights
     per_token, loss_metrics = policy_loss(inputs, config)
     per_token = torch.where(inputs.mask, per_token, 0.0)
+    if config.top_entropy_quantile < 1.0 and inputs.selected is not None:
+        per_token = per_token * inputs.selected
+        loss_metrics = {**loss_metrics, "actor/selected_frac": inputs.selected}
     if inputs.correction is not None:
         per_token = per_token * _correction(inputs.mask, inputs.correction, policy_loss)
     weighted = {"actor/pg_loss": per_token, "actor/entropy_loss": inputs.entropy}
@@ -221,6 +225,13 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
 
 
+def selected_by(actor: ActorConfig) -> Literal["", "entropy", "clip_cov", "kl_cov"]:
+    """Names the rule that chooses tokens of a step (selection.py); "" for none."""
+    if actor.loss_mode == "clip_cov" or actor.loss_mode == "kl_cov":
+        return "clip_cov" if actor.loss_mode == "clip_cov" else "kl_cov"
+    return "entropy" if actor.top_entropy_quantile < 1.0 else ""
+
+
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Tests that the loss or the reward reads the policy's log-probabilities from before the update."""
     return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm)
@@ -239,6 +250,8 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
     rejection = algorithm.rollout_correction.rollout_rs
     if rejection is not None and is_corrected(algorithm, actor):
         reasons.append(f"rollout_rs={rejection} changes the token counts of the loss")
+    if selected_by(actor):
+        reasons.append("tokens are chosen among all of the step")
     return reasons
 
 

@@ -60,6 +60,23 @@ class ActorConfig(Section):
     """FIPO: the weight is at least 1; false: 1 - fipo_clip_range"""
     fipo_safety_threshold: Annotated[float, Needs(".loss_mode=fipo")] = Field(4.0, ge=1, le=1e6)
     """FIPO: at negative advantages, no weight above 1 for tokens with a larger ratio"""
+    top_entropy_quantile: Annotated[
+        float,
+        Needs(".loss_mode!=clip_cov"),
+        Needs(".loss_mode!=kl_cov"),
+        Needs(".loss_mode:is_likelihood=false"),
+    ] = Field(1.0, gt=0, le=1)
+    """share of the step's tokens, those of highest entropy, that have a policy loss (algo/selection.py); 1: all"""
+    clip_cov_ratio: Annotated[float, Needs(".loss_mode=clip_cov")] = Field(0.0002, gt=0, le=1)
+    """Clip-Cov: share of the step's tokens without a policy loss"""
+    clip_cov_lb: Annotated[float, Needs(".loss_mode=clip_cov")] = 1.0
+    """Clip-Cov: they have a larger covariance than this"""
+    clip_cov_ub: Annotated[float, Needs(".loss_mode=clip_cov")] = 5.0
+    """Clip-Cov: and a smaller one than this"""
+    kl_cov_ratio: Annotated[float, Needs(".loss_mode=kl_cov")] = Field(0.0002, gt=0, le=1)
+    """KL-Cov: share of the step's tokens with a penalty"""
+    ppo_kl_coef: Annotated[float, Needs(".loss_mode=kl_cov")] = Field(1.0, ge=0, le=1e4)
+    """KL-Cov: times |log ratio| of these tokens"""
     dro_beta: Annotated[float, Needs(".loss_mode=dro")] = Field(0.1, gt=0, le=1e4)
     """DRO's beta: how strongly the policy is kept near the one that sampled"""
     dpo_beta: Annotated[float, Needs(".loss_mode=dpo")] = Field(0.1, gt=0, le=1e4)

@@ -28,6 +28,9 @@ ALGORITHMS = {
 }
 
 
+SELECTIONS = {"entropy": {"top_entropy_quantile": 0.4}, "kl_cov": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}}
+
+
 # -- The programs of the ranks -----------------------------------------------------------------------------------------
 
 
@@ -118,6 +121,10 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction
+    batch.old_entropy = batch.old_logprobs.abs()
+    for kind, rule in SELECTIONS.items():
+        step.select(batch, actor.model_copy(update=rule))
+        columns[f"selected by {kind}"], batch.selected = batch.selected, None
     result = {
         "rows": {
             row: {name: column[i][batch.response_mask[i]].tolist() for name, column in columns.items()}
@@ -168,6 +175,10 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
         ]
         assert alone["metrics"]["actor/reward_kl_penalty"] == pytest.approx(math.fsum(kl) / len(kl), rel=1e-5)
 
+    counted = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
+    for kind, count in (("entropy", math.ceil(0.4 * counted)), ("kl_cov", int(0.2 * counted))):  # of the whole step
+        chosen = sum(sum(columns[f"selected by {kind}"]) for columns in alone["rows"].values())
+        assert chosen == count > 1, kind
     kept = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
     total = sum(sum(sample.loss_mask) for sample in samples)
     assert kept < total if "rollout_rs" in algorithm.get("rollout_correction", {}) else kept == total
