@@ -272,7 +272,13 @@ def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfi
     """
     is_proportional = loss_facts(actor).is_proportional
     is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
-    return is_proportional and is_final and not has_kl_loss(actor) and actor.entropy_coeff == 0.0
+    return (
+        is_proportional
+        and is_final
+        and not has_kl_loss(actor)
+        and actor.entropy_coeff == 0.0
+        and actor.entropy_target is None
+    )
 
 
 def has_kl_loss(actor: ActorConfig) -> bool:

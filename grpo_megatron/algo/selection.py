@@ -1,4 +1,4 @@
-"""Tokens of a step that are chosen by the old policy's entropy or covariance: the 80/20 rule, Clip-Cov and KL-Cov.
+"""Control of the entropy: tokens chosen by entropy or covariance (80/20, Clip-Cov, KL-Cov), and an adaptive bonus.
 
 A choice is among all loss tokens of the step, on every rank, at the weights of its start. So neither micro-batches nor layouts
 change it; implementations that rank the tokens of a micro-batch choose others. It needs the pass for old log-probabilities, and
@@ -64,3 +64,30 @@ def kl_cov(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"
     loss = -inputs.advantages * ratio_of(log_ratio) + chosen * config.ppo_kl_coef * log_ratio.abs()
     metrics = ratio_metrics(log_ratio, torch.zeros_like(inputs.mask))
     return loss, {**metrics, "actor/selected_frac": chosen}
+
+
+class EntropyController:
+    """The coefficient of the entropy bonus: fixed, or adapted to a target (Skywork-OR1, arXiv 2505.22312, 3.3; as in TRL).
+
+        c <- min(max(c + delta, 0), max) where the step's mean entropy is below the target, else max(c - delta, 0)
+        entropy_coeff of the next step: c where that entropy is at most the target, else 0
+
+    The paper adapts in every optimizer step, and this in every training step. The first step has no bonus: no entropy is known.
+    """
+
+    def __init__(self, actor: ActorConfig) -> None:
+        self.actor, self.coefficient, self.is_low = actor, actor.entropy_coeff, False
+
+    def update(self, entropy: float) -> None:
+        """Adapts the coefficient after a step with this mean entropy of a loss token, in nats."""
+        assert self.actor.entropy_target is not None
+        delta = self.actor.entropy_coef_delta
+        moved = self.coefficient + (delta if entropy < self.actor.entropy_target else -delta)
+        self.coefficient = min(max(moved, 0.0), self.actor.entropy_coef_max)
+        self.is_low = entropy <= self.actor.entropy_target
+
+    def applied(self) -> ActorConfig:
+        """Returns the section with the coefficient of the next step."""
+        if self.actor.entropy_target is None:
+            return self.actor
+        return self.actor.model_copy(update={"entropy_coeff": self.coefficient if self.is_low else 0.0})

@@ -291,6 +291,8 @@ def _sampling(config: Config) -> Problems:
             f"{k.algorithm.replay.ratio} of {k.data.train_batch_size} prompts is less than one; set it to {1 / size:g} or"
             " more, or to 0"
         )
+    if config.reward.length.kind == "target" and config.reward.length.target_len is None:
+        yield f"{k.reward.length.kind} needs {k.reward.length.target_len:key}; set it to a number of tokens"
     buffer, longest = config.reward.overlong_buffer.len, config.data.max_response_length
     if buffer is not None and buffer > longest:
         yield (

@@ -91,6 +91,12 @@ class ActorConfig(Section):
     """multiply that KL by the ratio of the policies: its gradient is unbiased off-policy, with k1 and k3 (algo/losses.py)"""
     entropy_coeff: float = Field(0.0, ge=-1e4, le=1e4)
     """times the entropy (nats), which is subtracted from the loss"""
+    entropy_target: float | None = Field(None, gt=0, le=100)
+    """adapt entropy_coeff after each step to keep the mean entropy of a token above this (nats); null: it is fixed"""
+    entropy_coef_delta: Annotated[float, Needs(".entropy_target")] = Field(0.005, gt=0, le=1e4)
+    """the size of one change"""
+    entropy_coef_max: Annotated[float, Needs(".entropy_target")] = Field(1.0, gt=0, le=1e4)
+    """its largest value; the smallest is 0"""
     logprob_chunk_size: int = Field(1024, ge=1)
     """tokens whose logits are in memory at a time"""
     max_skipped_steps: int = Field(10, ge=0)

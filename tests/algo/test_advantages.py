@@ -34,9 +34,10 @@ from grpo_megatron.algo.advantages import (
     informative_groups,
     is_informative,
     penalised_rewards,
+    with_length_reward,
 )
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, LengthReward
 from grpo_megatron.rewards.reward import MAX_REWARD
 from grpo_megatron.types import GroupTable
 from tests.algo.tables import Step, make_table, per_token, run
@@ -111,6 +112,21 @@ def test_gdpo_normalises_each_part() -> None:
     assert run(unscorable, "gdpo", **settings)[0] == 0
     with pytest.raises(ValueError, match="needs the parts"):
         run(make_table([[1, 0]]), "gdpo", **settings)
+
+
+def test_rewards_for_lengths() -> None:
+    """Lengths 2, 4, 6: shares 1/2, 0, -1/2, of which a wrong response gets at most 0. One length: nothing."""
+    table = make_table([[1, 1, 0], [0, 1, 1], [1, NAN, 0]], [[2, 4, 6], [2, 4, 6], [3, 9, 3]])
+    config = LengthReward(kind="group", coefficient=0.2)
+    changed = with_length_reward(table, config)
+    assert changed.reward[:7] == pytest.approx([1.1, 1.0, -0.1, 0.0, 1.0, 0.9, 1.0])
+    assert math.isnan(changed.reward[7]) and changed.reward[8] == 0
+    assert changed.raw_reward[:7] == table.reward[:7]
+    partly = with_length_reward(table, LengthReward(kind="group", correct_from=0.0))
+    assert partly.reward[:4] == [1.5, 1, -0.5, 0.5]
+    target = with_length_reward(table, LengthReward(kind="target", target_len=5, coefficient=0.25))
+    assert target.reward[:3] == [0.25, 0.75, -0.25]
+    assert with_length_reward(table, LengthReward()) is table
 
 
 def test_pass_at_k() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_megatron.algo.losses import reasons_for_old_pass
-from grpo_megatron.algo.selection import select_tokens
+from grpo_megatron.algo.losses import forward_only_at_zero_advantage, reasons_for_old_pass
+from grpo_megatron.algo.selection import EntropyController, select_tokens
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.config import AlgorithmConfig, Config
 from grpo_megatron.config.problems import KEY_MARK
@@ -84,3 +84,19 @@ def test_a_choice_needs_the_pass_before_the_update() -> None:
         raw = {"model": {"path": "x"}, "actor": {"loss_mode": loss, "top_entropy_quantile": 0.2}}
         problems = " ".join(map(str, method_problems(Config.model_validate(raw)))).replace(KEY_MARK, "")
         assert "actor.top_entropy_quantile=0.2 has no effect with" in problems
+
+
+def test_the_bonus_follows_the_entropy() -> None:
+    control = EntropyController(
+        actor(entropy_coeff=0.1, entropy_target=1.0, entropy_coef_delta=0.02, entropy_coef_max=0.13)
+    )
+    applied = [control.applied().entropy_coeff]
+    for entropy in (0.5, 0.5, 1.0, 2.0, 0.9):
+        control.update(entropy)
+        applied.append(control.applied().entropy_coeff)
+    assert applied == pytest.approx([0, 0.12, 0.13, 0.11, 0, 0.11])  # at 2 off, and down to .09
+    for _ in range(9):
+        control.update(3.0)
+    assert control.coefficient == 0
+    assert EntropyController(actor(entropy_coeff=0.1)).applied().entropy_coeff == 0.1
+    assert not forward_only_at_zero_advantage(AlgorithmConfig(), actor(entropy_target=1.0))
