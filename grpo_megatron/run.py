@@ -27,7 +27,7 @@ from grpo_megatron.algo.losses import (
     reasons_for_old_pass,
     selected_by,
 )
-from grpo_megatron.algo.plan import assign_rows, weigh
+from grpo_megatron.algo.plan import assign_rows, observation_weights, weigh
 from grpo_megatron.algo.selection import EntropyController
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
@@ -37,7 +37,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
-from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups, with_reward_parts
+from grpo_megatron.parallel.exchange import apply_observations, apply_plan, exchange, gather_groups, with_reward_parts
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -305,6 +305,8 @@ class Run:
             batch.table = table
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
             self.correction.select(batch, actor)
+            if actor.echo_coef:
+                apply_observations(batch, table, observation_weights(batch.plan, table, actor.echo_coef))
             if self.teachers is not None:
                 self.teachers.weigh(batch)
             if self.critic is not None:

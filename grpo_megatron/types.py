@@ -372,6 +372,9 @@ class Batch:
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     old_entropy: Tensor | None = None  # float32 [B, R], of the pass for `old_logprobs`; None: it is not read
     selected: Tensor | None = None  # float32 [B, R], 1 at chosen tokens (algo/selection.py); None: none is chosen
+    observation_weights: Tensor | None = (
+        None  # float32 [B, R], of tokens that an environment wrote; None: they teach nothing
+    )
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
     images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any

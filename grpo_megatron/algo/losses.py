@@ -32,7 +32,7 @@ class MaskedInputs:
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
         for name, value in vars(self).items():
-            if value is None or name == "mask":
+            if value is None or name in ("mask", "observation_loss"):
                 continue
             # A [B, 1] or [R] tensor would broadcast into a plausible, wrong loss.
             assert value.shape == self.mask.shape, f"{name} is {value.shape}, mask is {self.mask.shape}"
@@ -53,6 +53,7 @@ class LossInputs(MaskedInputs):
     token_weights: Float[Tensor, "B R"]
     correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
     selected: Float[Tensor, "B R"] | None = None  # 1 at the tokens that selection.py has chosen; None: it chooses none
+    observation_loss: Float[Tensor, "B R"] | None = None  # ECHO: weighed, at text of the environment; not masked
     # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
     teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
     teacher_weights: Float[Tensor, "B R"] | None = None  # coefficient * the token's weight; 0: no teacher
@@ -193,6 +194,9 @@ def total_loss(
         assert inputs.teacher_weights is not None
         distilled = (inputs.teacher_weights * inputs.divergence).sum()
         total, metrics["distillation/loss"] = total + distilled, MetricSum(distilled.detach(), None)
+    if inputs.observation_loss is not None:  # ECHO: a weighed cross entropy on what the environment has written
+        observed = inputs.observation_loss.sum()
+        total, metrics["actor/observation_loss"] = total + observed, MetricSum(observed.detach(), None)
     num_tokens = inputs.mask.sum()
     for name, metric in {**loss_metrics, "actor/entropy": inputs.entropy}.items():
         if isinstance(metric, Tensor):
@@ -272,13 +276,8 @@ def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfi
     """
     is_proportional = loss_facts(actor).is_proportional
     is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
-    return (
-        is_proportional
-        and is_final
-        and not has_kl_loss(actor)
-        and actor.entropy_coeff == 0.0
-        and actor.entropy_target is None
-    )
+    other_terms = (actor.entropy_coeff, actor.entropy_target, actor.echo_coef)
+    return is_proportional and is_final and not has_kl_loss(actor) and not any(other_terms)
 
 
 def has_kl_loss(actor: ActorConfig) -> bool:

@@ -97,6 +97,8 @@ class ActorConfig(Section):
     """the size of one change"""
     entropy_coef_max: Annotated[float, Needs(".entropy_target")] = Field(1.0, gt=0, le=1e4)
     """its largest value; the smallest is 0"""
+    echo_coef: Annotated[float, Needs("rollout.multi_turn.environment")] = Field(0.0, ge=0, le=1e4)
+    """ECHO: times the mean cross entropy on text that the environment wrote in a response; 0: none (0.1 in prime-rl)"""
     logprob_chunk_size: int = Field(1024, ge=1)
     """tokens whose logits are in memory at a time"""
     max_skipped_steps: int = Field(10, ge=0)

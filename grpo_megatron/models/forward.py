@@ -497,7 +497,12 @@ def loss_inputs(
         index = torch.tensor([scores.index[row] for row in rows], dtype=logprobs.dtype, device=logprobs.device)
         teacher = {"teacher_logprobs": select(scores.logprobs), "teacher_weights": select(scores.weights)}
         teacher["teacher_index"] = index[:, None].expand(logprobs.shape)
+    observed = None
+    if batch.observation_weights is not None:
+        weights = select(batch.observation_weights)
+        observed = -torch.where(weights > 0, weights * logprobs, 0.0)
     return LossInputs(
+        observation_loss=observed,
         logprobs=logprobs,
         entropy=entropy,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else select(batch.old_logprobs),

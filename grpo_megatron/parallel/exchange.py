@@ -248,6 +248,16 @@ def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
     batch.token_weights *= batch.loss_mask
 
 
+def apply_observations(batch: Batch, table: GroupTable, weights: Sequence[float]) -> None:
+    """Set the weights of tokens that an environment wrote; `weights` has one per table row (algo.plan.observation_weights)."""
+    observed = batch.response_mask.float()
+    for i, row in enumerate(batch.rows):
+        for start, end in table.spans_of(row):
+            observed[i, start:end] = 0.0
+        observed[i] *= weights[row]
+    batch.observation_weights = observed
+
+
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
     """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
     parts = mesh.all_gather(values if mesh.is_replica_reporter else {})
