@@ -1,10 +1,11 @@
 """Trains every method on the quickstart's task with the same budget, and writes one table and one picture.
 
-    python examples/compare_methods.py [--only grpo rloo ...] [--steps 30] [--seed 0] [--output outputs/methods]
+    python examples/compare_methods.py [--only grpo rloo ...] [--steps 30] [--seeds 0 1 2] [--output outputs/methods]
 
 First prepares the quickstart's data and warmed-up model if they do not exist. Then runs `python -m grpo_megatron train`
-with each config of examples/methods/, from the same weights, on the same prompts in the same order. A method that was
-run before is not run again. Writes `table.md` and `curves.png`. One to two minutes per method on two CPU cores.
+with the config of each method in examples/methods/, from the same weights; a seed is one order of prompts for all methods. A
+run that was made before is not made again. Writes `table.md`, with means over the seeds, and `curves.png`. One to two minutes
+per run on two CPU cores.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from grpo_megatron.config.methods import methods
+
 ROOT = Path(__file__).resolve().parents[1]
-METHODS = ROOT / "examples" / "methods"
+EXAMPLES = {name: one.example for name, one in methods().items() if one.example.startswith("methods/")}
 QUICKSTART = Path("outputs/quickstart")
 ACCURACY = "val-core/arithmetic/acc/mean@1"
 WORKED = "val-aux/arithmetic/worked/mean"
@@ -26,6 +29,7 @@ PANELS = {  # the picture's panels: title -> methods
     "estimators": ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"),
     "more estimators": ("grpo", "ppo", "gpg", "grpo_passk", "grpo_process", "iterative_grpo"),
     "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),
+    "masks and weights": ("grpo", "dppo_tv", "ipo", "kpop", "vespo", "fipo", "maxrl", "lite_ppo"),
     "sampling": ("grpo", "dapo", "dupo", "replay", "partial_rollouts"),
     "unified view": ("grpo", "sft", "rft", "online_rft", "dpo", "dpo_from_file"),
 }
@@ -33,18 +37,20 @@ PANELS = {  # the picture's panels: title -> methods
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = sorted(path.stem for path in METHODS.glob("*.yaml"))
+    names = sorted(EXAMPLES)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="METHOD", help=", ".join(names))
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/methods"))
     options = parser.parse_args()
-    prepare(options.seed)
-    for number, name in enumerate(options.only, 1):
-        print(f"[{number}/{len(options.only)}] {name}", flush=True)
-        run(name, options.output / name, options.steps, options.seed)
-    curves = {name: read_curve(options.output / name) for name in options.only}
-    table = make_table(curves, options.output)
+    prepare(options.seeds[0])
+    runs = [(name, seed) for name in options.only for seed in options.seeds]
+    for number, (name, seed) in enumerate(runs, 1):
+        print(f"[{number}/{len(runs)}] {name}, seed {seed}", flush=True)
+        run(name, options.output / f"{name}-{seed}", options.steps, seed)
+    folders = {name: [options.output / f"{name}-{seed}" for seed in options.seeds] for name in options.only}
+    curves = {name: mean_curve(of_method) for name, of_method in folders.items()}
+    table = make_table(curves, folders)
     (options.output / "table.md").write_text(table)
     plot(curves, options.output / "curves.png")
     print(f"\n{table}\n{options.output / 'table.md'}\n{options.output / 'curves.png'}")
@@ -67,7 +73,8 @@ def run(name: str, folder: Path, steps: int, seed: int) -> None:
     if read_curve(folder).get(steps) is not None:
         return
     train(
-        METHODS / f"{name}.yaml",
+        ROOT / "examples" / EXAMPLES[name],
+        f"method={name}",
         f"trainer.total_training_steps={steps}",
         f"trainer.output_dir={folder}",
         "trainer.resume_mode=disable",
@@ -90,7 +97,13 @@ def read_curve(folder: Path) -> dict[int, float]:
     return {int(row["step"]): row[ACCURACY] for row in read_rows(folder) if ACCURACY in row}
 
 
-def make_table(curves: dict[str, dict[int, float]], output: Path) -> str:
+def mean_curve(folders: list[Path]) -> dict[int, float]:
+    """Averages the curves of a method's seeds, at the steps that all of them have."""
+    curves = [read_curve(folder) for folder in folders]
+    return {step: sum(curve[step] for curve in curves) / len(curves) for step in set.intersection(*map(set, curves))}
+
+
+def make_table(curves: dict[str, dict[int, float]], folders: dict[str, list[Path]]) -> str:
     """Markdown table: accuracy over the steps, the share of worked answers at the end, the median seconds per step."""
     steps = sorted({step for curve in curves.values() for step in curve})
     lines = [
@@ -98,10 +111,12 @@ def make_table(curves: dict[str, dict[int, float]], output: Path) -> str:
         "| --- " * (len(steps) + 3) + "|",
     ]
     for name, curve in curves.items():
-        rows = read_rows(output / name)
+        rows = [row for folder in folders[name] for row in read_rows(folder)]
         worked = [row[WORKED] for row in rows if WORKED in row]
         seconds = sorted(row["timing_s/step"] for row in rows if "timing_s/step" in row)
         cells = [f"{curve[step]:.2f}" if step in curve else "" for step in steps]
+        last = [read_curve(folder)[steps[-1]] for folder in folders[name] if steps[-1] in read_curve(folder)]
+        cells[-1] += f" ({min(last):.2f} to {max(last):.2f})" if len(last) > 1 else ""
         cells += [f"{worked[-1]:.2f}" if worked else "", f"{seconds[len(seconds) // 2]:.2f}" if seconds else ""]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ same verbs in the same order; each verb is collective.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,18 @@ from typing import Any
 
 import torch
 
-from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_overlong_penalty
-from grpo_megatron.algo.losses import PolicyLoss, has_kl_in_reward, needs_reference, policy_losses, reasons_for_old_pass
-from grpo_megatron.algo.plan import assign_rows, weigh
+from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_length_reward, with_overlong_penalty
+from grpo_megatron.algo.losses import (
+    MetricSum,
+    PolicyLoss,
+    has_kl_in_reward,
+    needs_reference,
+    policy_losses,
+    reasons_for_old_pass,
+    selected_by,
+)
+from grpo_megatron.algo.plan import assign_rows, observation_weights, weigh
+from grpo_megatron.algo.selection import EntropyController
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
 from grpo_megatron.checks.validate import Checked, check_alone
@@ -27,7 +37,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
-from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
+from grpo_megatron.parallel.exchange import apply_observations, apply_plan, exchange, gather_groups, with_reward_parts
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -192,7 +202,8 @@ class Run:
         """Build what a step does with the models, and restore what a checkpoint has besides them."""
         config = self.effective
         self.correction = Correction(config.algorithm, config.actor, self.mesh, config.data)
-        self.loss = self._build_loss(config.actor)
+        self.entropy = EntropyController(config.actor)
+        self.loss = self._build_loss(self.entropy.applied())
         self.guards = Guards(config, self.mesh, self.save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
@@ -203,6 +214,9 @@ class Run:
     def _restore(self, state: Mapping[str, Any], first_step: int) -> None:
         if state.get("kl"):
             self.correction.kl.load_state(state["kl"])
+        if entropy := state.get("entropy"):
+            self.entropy.coefficient, self.entropy.is_low = entropy
+            self.loss = self._build_loss(self.entropy.applied())
         self.placement.provenance.load_state(state.get("weights_digests", {}), first_step)
 
     # -- the verbs -----------------------------------------------------------------------------------------------------
@@ -290,6 +304,9 @@ class Run:
             batch.plan = weigh(plan, table, algorithm, actor, max_response_length=limit, distills=distills)
             batch.table = table
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
+            self.correction.select(batch, actor)
+            if actor.echo_coef:
+                apply_observations(batch, table, observation_weights(batch.plan, table, actor.echo_coef))
             if self.teachers is not None:
                 self.teachers.weigh(batch)
             if self.critic is not None:
@@ -376,11 +393,24 @@ class Run:
                     norms.append(self._step())
             constants = self.policy.update_metrics(norms)
         record_update(self.metrics, sums, constants, self.mesh.is_replica_reporter)
+        if self.config.actor.entropy_target is not None:
+            self._adapt_entropy([one["actor/entropy"] for one in sums if "actor/entropy" in one])
+
+    def _adapt_entropy(self, parts: list[MetricSum]) -> None:
+        """Adapt the entropy bonus of the next step to the mean entropy of this one. Collective."""
+        pairs = [(float(part.total), int(part.num_tokens or 0)) for part in parts]
+        of_ranks = self.mesh.all_gather(pairs if self.mesh.is_replica_reporter else [])
+        total, count = (math.fsum(pair[i] for of_rank in of_ranks for pair in of_rank) for i in range(2))
+        self.metrics.constant("actor/entropy_coeff", self.entropy.applied().entropy_coeff)
+        if count:
+            self.entropy.update(total / count)
+        self.loss = self._build_loss(self.entropy.applied())
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint has besides models and optimizers, as plain JSON."""
         return {
             "kl": self.correction.kl.state(),
+            "entropy": [self.entropy.coefficient, self.entropy.is_low] if self.config.actor.entropy_target else [],
             "inputs": self.inputs.state() if self.inputs else {},
             "weights_digests": self.placement.provenance.state(),
         }
@@ -399,17 +429,23 @@ class Run:
     def _rewarded(self, samples: Sequence[Sample]) -> GroupTable:
         """Every sample's reward, on every rank."""
         table = gather_groups(samples, self.mesh)
+        if names := self.config.algorithm.gdpo_reward_keys:
+            table = with_reward_parts(samples, table, names, self.mesh)
         if self.reward_model is not None:
             table = self.reward_model.reward(self.step, samples, table, self.metrics)
         self.guards.begin(self.step, table)
-        return with_overlong_penalty(table, self.config.reward.overlong_buffer, self.config.data.max_response_length)
+        reward = self.config.reward
+        table = with_overlong_penalty(table, reward.overlong_buffer, self.config.data.max_response_length)
+        return with_length_reward(table, reward.length)
 
     def _old_logprobs(self, batch: Batch) -> torch.Tensor | None:
         config = self.config
         if not reasons_for_old_pass(config.algorithm, config.actor, config.data.train_batch_size):
             return None
         with self.metrics.phase("old_log_prob"):
-            return self.policy.logprobs(batch)
+            if selected_by(config.actor) == "entropy":
+                batch.old_entropy = torch.zeros_like(batch.rollout_logprobs)
+            return self.policy.logprobs(batch, entropies=batch.old_entropy)
 
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):

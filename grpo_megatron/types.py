@@ -184,6 +184,7 @@ class GroupTable:
     raw_reward: list[float] = field(default_factory=list)  # the reward before any penalty; empty: the same as `reward`
     step_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # (last response token of a step, reward)
     turn_rewards: list[list[tuple[int, float]]] = field(default_factory=list)  # parts of `reward`: (last token, reward)
+    reward_parts: list[list[float]] = field(default_factory=list)  # GDPO: the parts that gdpo_reward_keys names
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
@@ -369,6 +370,11 @@ class Batch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
+    old_entropy: Tensor | None = None  # float32 [B, R], of the pass for `old_logprobs`; None: it is not read
+    selected: Tensor | None = None  # float32 [B, R], 1 at chosen tokens (algo/selection.py); None: none is chosen
+    observation_weights: Tensor | None = (
+        None  # float32 [B, R], of tokens that an environment wrote; None: they teach nothing
+    )
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
     images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any

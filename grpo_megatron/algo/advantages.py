@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from grpo_megatron.config import AlgorithmConfig, OverlongBuffer
+from grpo_megatron.config import AlgorithmConfig, LengthReward, OverlongBuffer
 from grpo_megatron.registry import FactRegistry
 from grpo_megatron.types import GroupTable
 
 EPSILON = 1e-6
 MAX_ABSOLUTE = 1e15  # of a reward; the square is far from the limit of float32, 3e38
 FAMILY_MODULES = tuple(
-    f"grpo_megatron.algo.{name}" for name in ("grpo", "reinforce", "ppo", "preference", "reward_models")
+    f"grpo_megatron.algo.{name}"
+    for name in ("grpo", "reinforce", "ppo", "preference", "reward_models", "masked", "selection")
 )
 
 # One entry per table row: a number for the whole response; a list of response_length numbers, of which those outside
@@ -41,6 +42,7 @@ class EstimatorFacts:
     needs_rewards: bool = True  # false: the advantages do not depend on rewards
     needs_greedy_reward: bool = False  # reads the reward of each prompt's greedy response
     needs_step_rewards: bool = False  # reads the rewards of single steps
+    needs_reward_parts: bool = False  # reads the parts of a reward
     needs_values: bool = False  # reads the critic's values: the run has a critic
     ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
     scores: Literal["", "response", "step"] = ""  # made for a loss of a scalar head (LossFacts.scores)
@@ -173,6 +175,28 @@ def with_overlong_penalty(table: GroupTable, config: OverlongBuffer, max_length:
     penalties = [config.penalty_factor * overlong_penalty(n, max_length, config.len) for n in table.response_length]
     rewards = [reward + penalty for reward, penalty in zip(table.reward, penalties, strict=True)]
     return replace(table, reward=rewards, raw_reward=table.raw_reward or table.reward)
+
+
+def with_length_reward(table: GroupTable, config: LengthReward) -> GroupTable:
+    """Adds a reward for the length n of each response to `reward`; `raw_reward` keeps those before. Unchanged without a kind.
+
+        group    c (1/2 - (n - min) / (max - min)), at most 0 for a wrong response     Kimi k1.5, arXiv 2501.12599, 2.3.3
+        target   -c |n - target_len|                                                   L1, arXiv 2503.04697
+
+    min and max are over the prompt's scorable responses; where all have one length, nothing is added. A response is wrong if
+    its reward before all penalties is below `correct_from`. Follows the papers' formulas as other trainers' recipes quote them.
+    """
+    if config.kind is None:
+        return table
+    before, lengths, added = table.raw_reward or table.reward, table.response_length, [0.0] * len(table)
+    if config.target_len is not None:
+        added = [-config.coefficient * abs(n - config.target_len) for n in lengths]
+    for rows in scorable_groups(table, table.reward) if config.kind == "group" else ():
+        least, most = (limit(lengths[row] for row in rows) for limit in (min, max))
+        for row in rows if most > least else ():
+            share = 0.5 - (lengths[row] - least) / (most - least)
+            added[row] = config.coefficient * (share if before[row] >= config.correct_from else min(0.0, share))
+    return replace(table, reward=[r + a for r, a in zip(table.reward, added, strict=True)], raw_reward=before)
 
 
 def dupo_copies(table: GroupTable) -> list[int]:

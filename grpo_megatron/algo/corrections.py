@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from grpo_megatron.algo.kl import binary_kl
 from grpo_megatron.algo.losses import ratio_of
 from grpo_megatron.config import RolloutCorrection
 from grpo_megatron.shapes import Bool, Float
@@ -89,6 +90,7 @@ def rejection_mask(
         sequence    keep a response if low <= product of its w <= high
         geometric   keep a response if low <= geometric mean of its w <= high
         off_policy  drop a response of negative advantage if mean of (rollout - old) > high      arXiv 2512.02556, 3.1
+        binary_kl   keep a token if D(old, rollout) <= high and D(rollout, old) <= high          KPop, as in AReaL (kl.binary_kl)
 
     A token of weight 0 still counts in the denominators of the aggregation; a rejected token does not: the token weights
     must be computed anew.
@@ -102,6 +104,10 @@ def rejection_mask(
     if kind == "off_policy":
         drift = -log_ratios.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
         rejected = (drift > high) & (advantages < 0)
+    elif kind == "binary_kl":
+        rejected = (binary_kl(old_logprobs, rollout_logprobs) > high) | (
+            binary_kl(rollout_logprobs, old_logprobs) > high
+        )
     else:
         weights = _weights_at_level(log_ratios, mask, kind)
         low, high = _bounds(config.rollout_rs_threshold_low, high)

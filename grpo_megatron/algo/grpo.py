@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,10 +15,12 @@ from torch import Tensor
 from grpo_megatron.algo.advantages import (
     Advantages,
     advantage_estimators,
+    check_rewards,
     deviations,
     finite_steps,
     group_scale,
     is_informative,
+    penalised_rewards,
     per_group,
     scorable_groups,
 )
@@ -53,6 +56,62 @@ def grpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         return [deviation / scale for deviation in centred]
 
     return per_group(table, estimate)
+
+
+@advantage_estimators.register("lite_ppo", compares_group=True)
+def lite_ppo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Computes A_i = (r_i - mean of the group) / (std of the step + 1e-6) (Lite PPO, arXiv 2508.08221).
+
+    The std (ddof 1) is over all scorable rewards of the step, on every rank, as TRL's scale_rewards=batch. A group of equal
+    rewards has exactly 0.
+    """
+    scorable = [reward for reward in penalised_rewards(table) if math.isfinite(reward)]
+    scale = group_scale(deviations(scorable), config) if is_informative(scorable) else 1.0
+    return per_group(table, lambda rewards, rows: [deviation / scale for deviation in deviations(rewards)])
+
+
+@advantage_estimators.register("maxrl", compares_group=True)
+def maxrl(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Computes A_i = (r_i - mean) / mean, for rewards that are not negative (MaxRL, arXiv 2602.02710).
+
+    With rewards 0 and 1 this is the gradient of the likelihood, cut off at order n: a prompt of pass rate p weighs 1 / p. A
+    group with a mean of 0 or less gets 0, as in prime-rl.
+    """
+
+    def estimate(rewards: list[float], rows: list[int]) -> list[float]:
+        mean = math.fsum(rewards) / len(rewards)
+        return [deviation / mean if mean > 0 else 0.0 for deviation in deviations(rewards)]
+
+    return per_group(table, estimate)
+
+
+@advantage_estimators.register("gdpo", compares_group=True, needs_reward_parts=True, ignores_token_penalties=True)
+def gdpo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Normalises each part of the reward apart, and sums the results with weights (GDPO, arXiv 2601.05242).
+
+        z_ik = (r_ik - mean) / (std + 1e-6) over the group,   a_i = sum of w_k z_ik,   A_i = a_i / (std of the step's a + 1e-6)
+
+    Large parts do not hide small ones: rewards (1, 0) and (0, 1) of equal sums differ. The paper also subtracts the mean of a,
+    which is 0. verl whitens over tokens, TRL as here. An overlong penalty is one more part, of weight 1. Without
+    `norm_adv_by_std_in_grpo` nothing is divided. Raises ValueError when the table has no parts.
+    """
+    check_rewards(table.reward)
+    if not table.reward_parts and len(table):
+        raise ValueError("algorithm.adv_estimator='gdpo' needs the parts of the rewards, and the table has none")
+    columns: list[list[float]] = [list(column) for column in zip(*table.reward_parts, strict=True)]
+    weights = list(config.gdpo_reward_weights or [1.0] * len(columns))
+    if table.raw_reward:
+        columns.append([reward - raw for reward, raw in zip(table.reward, table.raw_reward, strict=True)])
+        weights.append(1.0)
+    is_scorable = [math.isfinite(reward) for reward in table.reward]
+    sums = [0.0] * len(table)
+    for weight, column in zip(weights, columns, strict=True):
+        part = [value if keep else math.nan for value, keep in zip(column, is_scorable, strict=True)]
+        normalised = grpo(replace(table, reward=part, token_penalties=[]), config)
+        sums = [total + weight * z for total, z in zip(sums, normalised, strict=True) if isinstance(z, float)]
+    scorable = [total for total, keep in zip(sums, is_scorable, strict=True) if keep]
+    scale = group_scale(deviations(scorable), config) if is_informative(scorable) else 1.0
+    return [total / scale for total in sums]
 
 
 @advantage_estimators.register("grpo_passk", compares_group=True)
@@ -120,14 +179,15 @@ def _rewards_to_go(steps: Sequence[tuple[int, float]], length: int) -> list[floa
 # micro-batch.)
 
 
-@policy_losses.register("gspo", is_proportional=True, aggregation=SEQUENCE_MEAN)
+@policy_losses.register("gspo", is_proportional=True, aggregation=(*SEQUENCE_MEAN, "seq-mean-token-sum"))
 def gspo(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"], LossMetrics]:
     """Clips one ratio per sequence, s = exp(mean of d_t), in the form of `vanilla` without the dual clip (arXiv 2507.18071).
 
     The ratio of whole sequences is exp(sum of d_t). GSPO takes the mean, as its paper defines it: for independent d_t of
     standard deviation 0.01, the sum over 4,096 tokens has 0.64, and more for longer responses, so that no bound suits all
     lengths and one token can clip a response. The mean has 0.00016, which is the scale of the paper's bounds, 3e-4 and 4e-4.
-    The gradient of a response is then its tokens' mean: a long one weighs no more than a short one.
+    The gradient of a response is then its tokens' mean: a long one weighs no more than a short one. With
+    `seq-mean-token-sum` the value of a response is multiplied by its length: LUSPO (arXiv 2602.05261; as in TRL).
     """
     log_ratio = inputs.logprobs - inputs.old_logprobs
     ratio = ratio_of(sequence_mean(log_ratio, inputs.mask)).expand_as(log_ratio)

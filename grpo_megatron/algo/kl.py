@@ -70,6 +70,15 @@ for _names, _penalty in _PENALTIES.items():
     kl_penalties.register(*(name + "+" for name in _names))(straight_through(_penalty))
 
 
+def binary_kl(logp: Float[Tensor, "*shape"], logq: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Computes the KL of two-event distributions, p log(p/q) + (1 - p) log((1 - p)/(1 - q)): this token, or any other.
+
+    Nats, never negative: a lower bound of the KL over the vocabulary. Probabilities are within 1e-6 and 1 - 1e-6.
+    """
+    p, q = (log.exp().clamp(1e-6, 1.0 - 1e-6) for log in (logp, logq))
+    return p * (p / q).log() + (1.0 - p) * ((1.0 - p) / (1.0 - q)).log()
+
+
 @torch.no_grad()
 def reward_penalty(
     kl_penalty: KlPenalty,

@@ -32,7 +32,7 @@ class MaskedInputs:
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
         for name, value in vars(self).items():
-            if value is None or name == "mask":
+            if value is None or name in ("mask", "observation_loss"):
                 continue
             # A [B, 1] or [R] tensor would broadcast into a plausible, wrong loss.
             assert value.shape == self.mask.shape, f"{name} is {value.shape}, mask is {self.mask.shape}"
@@ -52,6 +52,8 @@ class LossInputs(MaskedInputs):
     mask: Bool[Tensor, "B R"]  # the loss mask: true at a token of the loss
     token_weights: Float[Tensor, "B R"]
     correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
+    selected: Float[Tensor, "B R"] | None = None  # 1 at the tokens that selection.py has chosen; None: it chooses none
+    observation_loss: Float[Tensor, "B R"] | None = None  # ECHO: weighed, at text of the environment; not masked
     # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
     teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
     teacher_weights: Float[Tensor, "B R"] | None = None  # coefficient * the token's weight; 0: no teacher
@@ -160,11 +162,15 @@ def total_loss(
     Returns a scalar with gradient: 0, with zero gradients, when everything is masked or B is 0. `actor/pg_loss`,
     `actor/entropy_loss` and, with a penalty, `actor/kl_loss` aggregate like the loss, before their coefficients.
     `actor/entropy` and the metrics of the policy loss and of the penalty are means over the loss tokens.
-    `kl_penalty` None: no KL term; otherwise `inputs.ref_logprobs` is required.
+    `kl_penalty` None: no KL term; otherwise `inputs.ref_logprobs` is required. `use_unbiased_kl` multiplies it by rho, with
+    gradient (DeepSeek-V3.2, arXiv 2512.02556, 3.1): for k3 that is rho (logprobs - ref_logprobs), which is unbiased off-policy.
     """
     weights = inputs.token_weights
     per_token, loss_metrics = policy_loss(inputs, config)
     per_token = torch.where(inputs.mask, per_token, 0.0)
+    if config.top_entropy_quantile < 1.0 and inputs.selected is not None:
+        per_token = per_token * inputs.selected
+        loss_metrics = {**loss_metrics, "actor/selected_frac": inputs.selected}
     if inputs.correction is not None:
         per_token = per_token * _correction(inputs.mask, inputs.correction, policy_loss)
     weighted = {"actor/pg_loss": per_token, "actor/entropy_loss": inputs.entropy}
@@ -172,6 +178,8 @@ def total_loss(
     if kl_penalty is not None:
         assert inputs.ref_logprobs is not None, "a KL loss needs ref_logprobs"
         kl, kl_metrics = kl_penalty(inputs.logprobs, inputs.ref_logprobs)
+        if config.use_unbiased_kl:
+            kl = kl * ratio_of(inputs.logprobs - inputs.old_logprobs)
         weighted["actor/kl_loss"] = kl
         loss_metrics = {**loss_metrics, **kl_metrics}
         # With a coefficient of 0 the term must not be added: 0 * inf is NaN.
@@ -186,6 +194,9 @@ def total_loss(
         assert inputs.teacher_weights is not None
         distilled = (inputs.teacher_weights * inputs.divergence).sum()
         total, metrics["distillation/loss"] = total + distilled, MetricSum(distilled.detach(), None)
+    if inputs.observation_loss is not None:  # ECHO: a weighed cross entropy on what the environment has written
+        observed = inputs.observation_loss.sum()
+        total, metrics["actor/observation_loss"] = total + observed, MetricSum(observed.detach(), None)
     num_tokens = inputs.mask.sum()
     for name, metric in {**loss_metrics, "actor/entropy": inputs.entropy}.items():
         if isinstance(metric, Tensor):
@@ -218,6 +229,13 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
 
 
+def selected_by(actor: ActorConfig) -> Literal["", "entropy", "clip_cov", "kl_cov"]:
+    """Names the rule that chooses tokens of a step (selection.py); "" for none."""
+    if actor.loss_mode == "clip_cov" or actor.loss_mode == "kl_cov":
+        return "clip_cov" if actor.loss_mode == "clip_cov" else "kl_cov"
+    return "entropy" if actor.top_entropy_quantile < 1.0 else ""
+
+
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Tests that the loss or the reward reads the policy's log-probabilities from before the update."""
     return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm)
@@ -236,6 +254,8 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
     rejection = algorithm.rollout_correction.rollout_rs
     if rejection is not None and is_corrected(algorithm, actor):
         reasons.append(f"rollout_rs={rejection} changes the token counts of the loss")
+    if selected_by(actor):
+        reasons.append("tokens are chosen among all of the step")
     return reasons
 
 
@@ -256,7 +276,8 @@ def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfi
     """
     is_proportional = loss_facts(actor).is_proportional
     is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
-    return is_proportional and is_final and not has_kl_loss(actor) and actor.entropy_coeff == 0.0
+    other_terms = (actor.entropy_coeff, actor.entropy_target, actor.echo_coef)
+    return is_proportional and is_final and not has_kl_loss(actor) and not any(other_terms)
 
 
 def has_kl_loss(actor: ActorConfig) -> bool:

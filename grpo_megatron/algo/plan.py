@@ -513,6 +513,22 @@ def row_weights(
     return table.spread(weights)
 
 
+def observation_weights(plan: Plan, table: GroupTable, coefficient: float) -> list[float]:
+    """The weight of each row's tokens that an environment wrote: coefficient / their number in the mini-batch, on all ranks.
+
+    ECHO: the policy also learns to predict them, by cross entropy (as in prime-rl, with one coefficient for all roles, and
+    with the chat template's marks around them). Text that a later row of a trajectory has in its prompt is not among them.
+    """
+    counts = [length - count for length, count in zip(table.response_length, table.num_loss_tokens(), strict=True)]
+    weights = [0.0] * len(table)
+    for mini in range(len(plan.mini_batches[0])):
+        rows = _rows_on_all_ranks(plan.mini_batches, mini)
+        total = sum(counts[row] for row in rows)
+        for row in rows:
+            weights[row] = coefficient / total if total else 0.0
+    return weights
+
+
 def _advantages(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bool]) -> Advantages:
     """Per row. The estimator compares trajectories: the sequences of one are one response to it, however many they are."""
     can_train = [any(trainable[row] for row in rows) for rows in table.trajectories]

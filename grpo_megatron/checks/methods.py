@@ -154,6 +154,18 @@ def _groups(config: Config) -> Problems:
         )
     if facts.needs_greedy_reward and not is_sampled:
         yield f"{key} needs a greedy response to every prompt, and {k.algorithm.source} samples none; set source=policy"
+    names, weights = config.algorithm.gdpo_reward_keys, config.algorithm.gdpo_reward_weights
+    if facts.needs_reward_parts and not names:
+        parts = ", ".join(part.name for part in config.reward.components) or "NAME, ..."
+        yield (
+            f"{key} needs parts of the reward, and the config gives one for the whole response; set"
+            f" {k.algorithm.gdpo_reward_keys:key}=[{parts}], names that the reward function reports"
+        )
+    if weights is not None and len(weights) != len(names):
+        yield (
+            f"{k.algorithm.gdpo_reward_weights} has {len(weights)} numbers for {len(names)} names of"
+            f" {k.algorithm.gdpo_reward_keys:key}; give one for each"
+        )
     # An environment may give rewards for single turns, which only a run can tell. Reward models: models.py.
     if facts.needs_step_rewards and config.rollout.multi_turn.environment is None and not config.reward_paths:
         name = reward_name(config.reward) or _task_reward(config)
@@ -182,6 +194,11 @@ def _losses(config: Config) -> Problems:
         yield (
             f"{k.actor.loss_mode} is a mean over responses, and {k.actor.loss_agg_mode} would weigh it otherwise; set"
             f" loss_agg_mode={' or '.join(facts.aggregation)}"
+        )
+    if actor.use_unbiased_kl and actor.kl_loss_type not in ("k1", "kl", "k3", "low_var_kl"):
+        yield (
+            f"{k.actor.use_unbiased_kl} is unbiased for the values of k1 and k3 alone, and {k.actor.kl_loss_type}; set"
+            " kl_loss_type=k3, or use_unbiased_kl=false"
         )
     correction = config.algorithm.rollout_correction
     if correction.bypass_mode and correction.rollout_is is not None:
@@ -274,6 +291,8 @@ def _sampling(config: Config) -> Problems:
             f"{k.algorithm.replay.ratio} of {k.data.train_batch_size} prompts is less than one; set it to {1 / size:g} or"
             " more, or to 0"
         )
+    if config.reward.length.kind == "target" and config.reward.length.target_len is None:
+        yield f"{k.reward.length.kind} needs {k.reward.length.target_len:key}; set it to a number of tokens"
     buffer, longest = config.reward.overlong_buffer.len, config.data.max_response_length
     if buffer is not None and buffer > longest:
         yield (

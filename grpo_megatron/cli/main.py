@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from grpo_megatron import __version__
 from grpo_megatron.cli import failures, ranks
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.methods import methods
+from grpo_megatron.config.methods import dated_defaults, methods
 from grpo_megatron.config.options import COMMAND_NAME, HIDDEN, Argument, Option, Options, check_choice, parse
 from grpo_megatron.config.section import ConfigKey, config_keys
 from grpo_megatron.planning.gpus import GPUS, Gpu, find_gpu
@@ -372,7 +372,7 @@ class KeysOptions(Options):
 
 
 def print_keys(options: KeysOptions) -> int:
-    """Print every key of a section with its default, type and comment, or the keys of a method; returns the exit code.
+    """Print every key of a section with its default and its date, or the keys of a method; returns the exit code.
 
     Raises ConfigError: no such section or method.
     """
@@ -387,10 +387,12 @@ def print_keys(options: KeysOptions) -> int:
             f"no key of a config begins with {section!r}{did_you_mean(section, [*sections, *methods()])} (sections: {known};"
             f" methods: {', '.join(methods())})"
         )
+    dated = dated_defaults()
     for key in chosen:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)
         resume = "" if key.resume == "applies" else f"; resume: {key.resume}"
-        print(f"{key.name}: {default}   ({key.kind}{resume}{''.join(f'; needs {one}' for one in key.needs)})")
+        rest = "".join([resume, *(f"; needs {one}" for one in key.needs)])
+        print(f"{key.name}: {default}   ({key.kind}; since {dated[key.name][0]}{rest})")
         for line in textwrap.wrap(key.description, WIDTH, initial_indent="    ", subsequent_indent="    "):
             print(line)
     return 0

@@ -34,6 +34,7 @@ from grpo_megatron.config.model import (
 from grpo_megatron.config.problems import ConfigError, Problem
 from grpo_megatron.config.reward import (
     Gate,
+    LengthReward,
     OverlongBuffer,
     RewardComponent,
     RewardConfig,

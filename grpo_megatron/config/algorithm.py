@@ -58,10 +58,10 @@ class RolloutCorrection(Section):
     """larger weights are cut to it (icepop: set to 0)"""
     rollout_is_threshold_low: Annotated[float | None, Needs(".rollout_is=icepop")] = Field(None, gt=0)
     """icepop: smaller weights are set to 0; null: 1 / upper"""
-    rollout_rs: Literal["token", "sequence", "geometric", "off_policy"] | None = None
+    rollout_rs: Literal["token", "sequence", "geometric", "off_policy", "binary_kl"] | None = None
     """null: nothing is taken out"""
     rollout_rs_threshold: Annotated[float, Needs(".rollout_rs")] = Field(2.0, gt=0)
-    """largest ratio that stays (off_policy: nats per token)"""
+    """largest ratio that stays (off_policy: nats per token; binary_kl: nats)"""
     rollout_rs_threshold_low: Annotated[float | None, Needs(".rollout_rs")] = Field(None, gt=0)
     """smallest ratio that stays; null: 1 / upper"""
 
@@ -73,6 +73,10 @@ class AlgorithmConfig(Section):
     """a registered advantage estimator, or module:function"""
     norm_adv_by_std_in_grpo: bool = True
     """grpo: divide by the standard deviation of the group's rewards"""
+    gdpo_reward_keys: Annotated[list[str], Needs(".adv_estimator:needs_reward_parts")] = Field([], max_length=16)
+    """GDPO: numbers that the reward function reports, such as names of reward.components"""
+    gdpo_reward_weights: Annotated[list[float] | None, Needs(".gdpo_reward_keys")] = None
+    """GDPO: a weight for each of them; null: 1"""
     gamma: Annotated[float, Needs(".adv_estimator=reinforce_plus_plus or .adv_estimator=gae")] = Field(1.0, gt=0, le=1)
     """reinforce_plus_plus, gae: discount per token"""
     lam: Annotated[float, HAS_CRITIC] = Field(1.0, ge=0, le=1)

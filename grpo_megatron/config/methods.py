@@ -64,6 +64,12 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
+def dated_defaults() -> dict[str, tuple[str, Any]]:
+    """Reads key -> (the date since which its default holds, that default) from config/defaults.yaml."""
+    dates = read_yaml_table(Path(__file__).with_name("defaults.yaml"), "defaults")[1]
+    return {key: (date, value) for date in sorted(dates) for key, value in dates[date].items()}
+
+
 def unknown_method(name: str) -> str:
     """Says that there is no such method, and which there are."""
     return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"

@@ -20,6 +20,19 @@ class OverlongBuffer(Section):
     """multiplies the penalty"""
 
 
+class LengthReward(Section):
+    """A reward for the length of a response in tokens, added to the others (algo/advantages.py)."""
+
+    kind: Literal["group", "target"] | None = None
+    """group: the shortest of a prompt's responses gets 1/2, the longest -1/2 (Kimi k1.5); target: -|tokens - target_len| (L1)"""
+    coefficient: Annotated[float, Needs(".kind")] = Field(1.0, gt=0, le=1e4)
+    """multiplies it; target: per token, 0.0003 in L1"""
+    correct_from: Annotated[float, Needs(".kind=group")] = 1.0
+    """group: a response whose reward is below this gets at most 0"""
+    target_len: Annotated[int | None, Needs(".kind=target")] = Field(None, ge=1)
+    """target: tokens"""
+
+
 class Gate(Section):
     """The component counts only where the value of another component is at least `min` and at most `max`."""
 
@@ -61,6 +74,7 @@ class RewardConfig(Section):
     kwargs: Annotated[dict[str, Any], Needs(".components=[]")] = {}
     """keyword arguments of the reward function"""
     overlong_buffer: OverlongBuffer = OverlongBuffer()
+    length: LengthReward = LengthReward()
 
 
 HAS_STEPS = Needs("reward_model.path or actor.loss_mode:scores=step")

@@ -365,6 +365,10 @@ LOSS_TYPES = {
     "dr_grpo": {"actor.loss_agg_mode": "seq-mean-token-sum-norm"},
     "cispo": {"actor.loss_mode": "cispo"},
     "sapo": {"actor.loss_mode": "sapo"},
+    "vespo": {
+        "actor.loss_mode": "vespo",
+        ALSO: "W has the correction's weights there; here with rollout_correction.bypass_mode=true and rollout_is=null",
+    },
 }
 
 
@@ -372,6 +376,8 @@ def _loss_type(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     """Sets the loss. With a ratio for each sequence only the mean over responses is here, and TRL has the others, too."""
     if settings.get("importance_sampling_level") != "sequence" or value == "grpo":
         return LOSS_TYPES.get(value, "this loss is not here")
+    if value == "luspo":
+        return {"actor.loss_agg_mode": "seq-mean-token-sum"}
     why = "with importance_sampling_level=sequence every response counts alike here (GSPO); TRL weighs it by its length"
     return {
         **LOSS_TYPES["grpo"],
@@ -419,6 +425,7 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]
     weights = settings.get("reward_weights")
+    is_apart = settings.get("multi_objective_aggregation") == "normalize_then_sum"
     if len(functions) == 1 and not weights:
         return {"reward.function": f"{functions[0][0]}:{functions[0][2]}"}
     if not isinstance(weights, list) or len(weights) != len(functions):
@@ -427,7 +434,9 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         {"name": name, "function": f"{module}:{name}", "weight": weight}
         for (module, _, name), weight in zip(functions, weights, strict=True)
     ]
-    return {"reward.components": parts}
+    apart = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": [name for *_, name in functions]}
+    apart["algorithm.gdpo_reward_weights"] = weights
+    return {"reward.components": parts, **(apart if is_apart else {})}
 
 
 TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
@@ -547,9 +556,32 @@ OPENRLHF = OtherTrainer.read(
         "algo.advantage.is_correction_enable": (f"{CORRECTION}rollout_is", _openrlhf_correction),
     },
 )
+PRIME_LOSSES = {  # their type: (ours, their keys of the bounds, their values)
+    "ipo": ("ipo", ("eps", "eps"), (0.3, 0.3)),
+    "kpop": ("kpop", ("kpop_threshold", "kpop_threshold"), (0.1, 0.1)),
+    "icepop": ("icepop", ("icepop_ratio_low", "icepop_ratio_high"), (0.2, 5.0)),
+    "default": ("dppo_tv", ("dppo_mask_low", "dppo_mask_high"), (0.2, 0.2)),
+}
+
+
+def _prime_loss(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    if value not in PRIME_LOSSES:
+        return "module:function of the user's own, on LossInputs (docs/extending.md)"
+    loss, names, usual = PRIME_LOSSES[value]
+    low, high = (settings.get(f"trainer.loss.{name}", one) for name, one in zip(names, usual, strict=True))
+    if value == "ipo":  # the name before 2026-08-27
+        low = high = settings.get("trainer.loss.ipo_threshold", high)
+    if value == "icepop":
+        low, high = round(1.0 - low, 12), round(high - 1.0, 12)
+    ours = {"loss_mode": loss, "clip_ratio_low": low, "clip_ratio_high": high, "clip_ratio_c": None}
+    correction = {f"{CORRECTION}bypass_mode": True, f"{CORRECTION}rollout_is": None}
+    return {f"actor.{key}": item for key, item in ours.items()} | correction
+
+
 PRIME_RL = OtherTrainer.read(
     "prime-rl",
     {
+        "trainer.loss.type": ("actor.loss_mode", _prime_loss),
         "model.vlm.freeze_vision_encoder": _of_images(*TOWER),
         "orchestrator.algo.teacher.base_url": (
             "teachers.teacher.url",
@@ -572,8 +604,10 @@ def _slime_clip(value: Any, settings: Settings) -> Mapping[str, Any]:
 
 
 def _slime_kl(value: Any, settings: Settings) -> Mapping[str, Any]:
-    unbiased = "+" if settings.get("use-unbiased-kl") else ""
-    return _kl(value if settings.get("use-kl-loss") else 0, KL_KINDS[settings.get("kl-loss-type", "k1")] + unbiased)
+    ours = dict(_kl(value if settings.get("use-kl-loss") else 0, KL_KINDS[settings.get("kl-loss-type", "k1")]))
+    if ours["actor.use_kl_loss"] and settings.get("use-unbiased-kl"):
+        ours["actor.use_unbiased_kl"] = True
+    return ours
 
 
 def _slime_correction(value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -497,7 +497,12 @@ def loss_inputs(
         index = torch.tensor([scores.index[row] for row in rows], dtype=logprobs.dtype, device=logprobs.device)
         teacher = {"teacher_logprobs": select(scores.logprobs), "teacher_weights": select(scores.weights)}
         teacher["teacher_index"] = index[:, None].expand(logprobs.shape)
+    observed = None
+    if batch.observation_weights is not None:
+        weights = select(batch.observation_weights)
+        observed = -torch.where(weights > 0, weights * logprobs, 0.0)
     return LossInputs(
+        observation_loss=observed,
         logprobs=logprobs,
         entropy=entropy,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else select(batch.old_logprobs),
@@ -507,6 +512,7 @@ def loss_inputs(
         mask=select(batch.loss_mask),
         token_weights=select(batch.token_weights),
         correction=None if batch.correction is None else select(batch.correction),
+        selected=None if batch.selected is None else select(batch.selected),
         divergence=divergence,
         agreement=agreement,
         **teacher,
@@ -554,17 +560,21 @@ class ShardedModel:
         out: Tensor,
         read: Callable[..., Tensor],
         temperature: float | None = None,
+        entropies: Tensor | None = None,
         **distribution: Any,
     ) -> Tensor:
         """Set each pack's rows of `out` [B, ...] to `read(pack, values)`. The same on every rank of the replica.
 
-        `distribution`: `top_k` and `num_ids` of a teacher (see `Targets`), whose distribution `read` gets, too. Runs the
-        micro-batches of the batch, so that a later update computes the same numbers. Collective over the replica.
+        `entropies` [B, R] gets those of the response tokens, in nats. `distribution`: `top_k` and `num_ids` of a teacher (see
+        `Targets`), whose distribution `read` gets, too. Runs the micro-batches of the batch, so that a later update computes
+        the same numbers. Collective over the replica.
         """
 
         def consume(current: Pack, values: Tensor, entropy: Tensor, *others: Tensor) -> None:
             if current.rows:
                 out[current.rows] = read(current, values, *others).float().cpu()
+            if current.rows and entropies is not None:
+                entropies[current.rows] = unpack(entropy, current.lengths, entropies.shape[1]).float().cpu()
 
         batch = replace(batch, teacher=None)
 
@@ -576,6 +586,8 @@ class ShardedModel:
         packs = self.packs(batch, micro_batches, temperature)
         packs = [replace(one, targets=replace(one.targets, **distribution)) for one in packs] if distribution else packs
         forward_backward(self.model, packs, consume, device=self.device, forward_only=True)
+        if entropies is not None:
+            entropies.copy_(self.from_last_stage(entropies))
         return self.from_last_stage(out)
 
     def _packed(self, batch: Batch, rows: list[int]) -> tuple[Batch, list[list[int]]]:
@@ -659,14 +671,19 @@ class LanguageModel(ShardedModel):
         load_hf(model, folder, arch, mesh, read)
         return cls(model, arch, actor, mesh, device, temperature)
 
-    def logprobs(self, batch: Batch, temperature: float | None = None) -> Float[Tensor, "B R"]:
-        """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective."""
+    def logprobs(
+        self, batch: Batch, temperature: float | None = None, entropies: Tensor | None = None
+    ) -> Float[Tensor, "B R"]:
+        """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective.
+
+        `entropies` [B, R] gets the entropies at these tokens.
+        """
         width = batch.response_mask.shape[1]
 
         def read(current: Pack, values: Tensor) -> Tensor:
             return unpack(values, current.lengths, width)
 
-        return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature)
+        return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature, entropies)
 
     def distribution(
         self, batch: Batch, top_k: int, num_ids: int, temperature: float | None = None

@@ -82,6 +82,24 @@ def gather_groups(samples: Sequence[Sample], mesh: Mesh) -> GroupTable:
     return merge_parts(parts)
 
 
+def with_reward_parts(samples: Sequence[Sample], table: GroupTable, names: Sequence[str], mesh: Mesh) -> GroupTable:
+    """Collective: the table with the numbers `names` that the reward function reports of each sample (GDPO).
+
+    A sample without one, whose gate is closed for instance, has 0. Raises ValueError at a name that no sample has.
+    """
+    leader = samples if mesh.is_replica_leader else []
+    parts = {(sample.prompt_index, sample.index): sample.reward_metrics for sample in leader}
+    reported = {key: of_sample for part in mesh.all_gather(parts) for key, of_sample in part.items()}
+    rows = [reported[key] for key in zip(table.prompt_index, table.index, strict=True)]
+    known = {name for of_sample in rows for name in of_sample}
+    if rows and (absent := [name for name in names if name not in known]):
+        raise ValueError(
+            f"algorithm.gdpo_reward_keys: no sample of this step has {' or '.join(map(repr, absent))}; the reward reports"
+            f" {', '.join(sorted(known)) or 'nothing but its score'}"
+        )
+    return replace(table, reward_parts=[[of_sample.get(name, 0.0) for name in names] for of_sample in rows])
+
+
 def drawn_twice(parts: Sequence[TablePart]) -> list[tuple[int, int]]:
     """The (prompt, index) pairs that are in `parts` more than once, in order."""
     pairs, counts = np.unique(np.concatenate([part.numbers[:2] for part in parts], axis=1), axis=1, return_counts=True)
@@ -228,6 +246,16 @@ def apply_plan(batch: Batch, plan: Plan, dp_rank: int) -> None:
         batch.token_weights[i, :length] = plan.token_weights[row] if plan.token_weights else 0.0
     batch.advantages *= batch.loss_mask
     batch.token_weights *= batch.loss_mask
+
+
+def apply_observations(batch: Batch, table: GroupTable, weights: Sequence[float]) -> None:
+    """Set the weights of tokens that an environment wrote; `weights` has one per table row (algo.plan.observation_weights)."""
+    observed = batch.response_mask.float()
+    for i, row in enumerate(batch.rows):
+        for start, end in table.spans_of(row):
+            observed[i, start:end] = 0.0
+        observed[i] *= weights[row]
+    batch.observation_weights = observed
 
 
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_megatron.algo.corrections import correction_weights, importance_weights, rejection_mask
@@ -25,8 +26,10 @@ from grpo_megatron.algo.losses import (
     has_kl_loss,
     is_corrected,
     policy_losses,
+    selected_by,
     total_loss,
 )
+from grpo_megatron.algo.selection import select_tokens
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.parallel.exchange import gather_rows
@@ -67,6 +70,24 @@ class Correction:
         if self.algorithm.source == "policy":
             rollout_mismatch(replica_metrics, batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask)
         return self._correct(batch, replica_metrics) if self.is_corrected else None
+
+    def select(self, batch: Batch, actor: ActorConfig) -> None:
+        """Set the tokens that algo/selection.py chooses of the whole step; nothing without such a rule. Collective."""
+        if not (kind := selected_by(actor)):
+            return
+        assert batch.old_logprobs is not None
+        read = [batch.old_entropy] if kind == "entropy" else [batch.advantages, batch.old_logprobs]
+        values = torch.stack([tensor for tensor in read if tensor is not None]).float()  # [k, B, R]
+        mask = batch.loss_mask & (batch.token_weights != 0)
+        of_row = gather_rows({row: values[:, i, mask[i]] for i, row in enumerate(batch.rows)}, self.mesh)
+        rows = sorted(of_row)
+        batch.selected = torch.zeros_like(batch.advantages)
+        if not any(of_row[row].shape[1] for row in rows):
+            return
+        chosen = select_tokens(kind, torch.cat([of_row[row] for row in rows], 1).double(), actor)
+        parts = dict(zip(rows, chosen.split([of_row[row].shape[1] for row in rows]), strict=True))
+        for i, row in enumerate(batch.rows):
+            batch.selected[i, mask[i]] = parts[row].float()
 
     def _column(self, local_values: dict[int, Any], defaults: list[Any]) -> list[Any]:
         """Returns a table column from every rank's {row: value}; rows that no rank trains on get their default.

@@ -7,7 +7,8 @@ epsilon's share): 7/sqrt(8) = 2.4748737 for 8. No sample can ever get more, whic
 [1, 1.00001]: deviations 5e-6, std 5e-6 * sqrt(2): 5e-6 / (7.0710678e-6 + 1e-6) = 0.6194967.
 
 Length-weighted baselines: rewards [1,0,0,1], lengths [3,2,3,3]: 6/11; [1,1,1,0] with [3,3,3,1]: 9/10. gpg: 8 samples, 5
-rewards that are not 0: 8/5 of the deviations. pass@k: [1,.2,.7,.1]: 1 - .7 = .3, std sqrt(.18) = .4242641.
+rewards that are not 0: 8/5 of the deviations. Lite PPO: the 8 rewards have squared deviations 5 * 9/64 + 3 * 25/64 = 15/8, std
+sqrt(15/56) = .5175492. pass@k: [1,.2,.7,.1]: 1 - .7 = .3, std sqrt(.18) = .4242641.
 
 Process: steps .1 and .9 of one sample, .4 and 0 of the other: mean .35, squared deviations .0625 + .3025 + .0025 + .1225
 = .49, std sqrt(.49 / 3) = .4041452; z = -.6185880, 1.3608937, .1237176, -.8660233, summed from the end.
@@ -33,9 +34,10 @@ from grpo_megatron.algo.advantages import (
     informative_groups,
     is_informative,
     penalised_rewards,
+    with_length_reward,
 )
 from grpo_megatron.algo.plan import make_plan
-from grpo_megatron.config import ActorConfig, AlgorithmConfig
+from grpo_megatron.config import ActorConfig, AlgorithmConfig, LengthReward
 from grpo_megatron.rewards.reward import MAX_REWARD
 from grpo_megatron.types import GroupTable
 from tests.algo.tables import Step, make_table, per_token, run
@@ -43,13 +45,21 @@ from tests.algo.tables import Step, make_table, per_token, run
 NAN = math.nan
 QUICK = settings(deadline=None, derandomize=True, max_examples=50)
 WHITENED = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]  # over all tokens of the batch
-BY_GROUP = ["grpo", "rloo", "opo", "gpg", "grpo_passk"]  # one number per row, from the prompt's rewards
+BY_GROUP = [
+    "grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "grpo_passk",
+    "lite_ppo",
+    "maxrl",
+]  # one number per row, from the prompt's rewards
 LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
 
 
 def test_an_estimator_stands_in_the_file_of_its_family() -> None:
     for name in BY_GROUP:
-        assert advantage_estimators.get(name) is vars(grpo if "grpo" in name else reinforce)[name]
+        assert advantage_estimators.get(name) is vars(reinforce if name in ("rloo", "opo", "gpg") else grpo)[name]
 
 
 def estimate(
@@ -71,11 +81,52 @@ def float32(value: float) -> float:
         ("grpo", False, [0.5, -0.5, -0.5, 0.5, 0.25, 0.25, 0.25, -0.75]),
         ("rloo", True, [2 / 3, -2 / 3, -2 / 3, 2 / 3, 1 / 3, 1 / 3, 1 / 3, -1.0]),
         ("opo", True, [0.4545455, -0.5454545, -0.5454545, 0.4545455, 0.1, 0.1, 0.1, -0.9]),
+        ("lite_ppo", True, [0.9660899, -0.9660899, -0.9660899, 0.9660899, 0.4830450, 0.4830450, 0.4830450, -1.4491349]),
+        ("maxrl", True, [1, -1, -1, 1, 1 / 3, 1 / 3, 1 / 3, -1]),
         ("gpg", True, [0.8, -0.8, -0.8, 0.8, 0.4, 0.4, 0.4, -1.2]),
     ],
 )
 def test_published_vectors(name: str, by_std: bool, expected: list[float]) -> None:
     assert estimate([[1, 0, 0, 1], [1, 1, 1, 0]], name, by_std, LENGTHS) == pytest.approx(expected, abs=1e-7)
+
+
+def test_gdpo_normalises_each_part() -> None:
+    """Parts [1,0,0,1] (z = +-.8660239) and [0,4,0,0] (mean 1, std 2: z 3/2, -1/2; minus the epsilon), the second at weight .1.
+
+    Sums .8160239, -.7160239, -.9160239, .8160239 in about; a second prompt of equal parts adds four 0 to the step's std.
+    """
+    table = replace(
+        make_table([[1, 4, 0, 1], [7, 7, 7, 7]]),
+        reward_parts=[[1, 0], [0, 4], [0, 0], [1, 0], *[[3, 4]] * 4],
+    )
+    z = [[0.5, -0.5, -0.5, 0.5], [-1, 3, -1, -1]]
+    sums = [a / (3**-0.5 + 1e-6) + 0.1 * b / (2 + 1e-6) for a, b in zip(*z, strict=True)]
+    scale = math.sqrt(sum(s * s for s in sums) / 7) + 1e-6
+    settings = {"gdpo_reward_keys": ["a", "b"], "gdpo_reward_weights": [1.0, 0.1]}
+    assert run(table, "gdpo", **settings) == pytest.approx([*(s / scale for s in sums), 0, 0, 0, 0], abs=1e-12)
+    penalised = replace(
+        table, raw_reward=table.reward, reward=[0.5, 4, 0, 1, 7, 7, 7, 7]
+    )  # one more part: [-1/2, 0, 0, 0]
+    assert run(penalised, "gdpo", **settings)[0] < run(table, "gdpo", **settings)[0]  # type: ignore[operator]
+    unscorable = replace(table, reward=[NAN, 4, 0, 1, 7, 7, 7, 7])
+    assert run(unscorable, "gdpo", **settings)[0] == 0
+    with pytest.raises(ValueError, match="needs the parts"):
+        run(make_table([[1, 0]]), "gdpo", **settings)
+
+
+def test_rewards_for_lengths() -> None:
+    """Lengths 2, 4, 6: shares 1/2, 0, -1/2, of which a wrong response gets at most 0. One length: nothing."""
+    table = make_table([[1, 1, 0], [0, 1, 1], [1, NAN, 0]], [[2, 4, 6], [2, 4, 6], [3, 9, 3]])
+    config = LengthReward(kind="group", coefficient=0.2)
+    changed = with_length_reward(table, config)
+    assert changed.reward[:7] == pytest.approx([1.1, 1.0, -0.1, 0.0, 1.0, 0.9, 1.0])
+    assert math.isnan(changed.reward[7]) and changed.reward[8] == 0
+    assert changed.raw_reward[:7] == table.reward[:7]
+    partly = with_length_reward(table, LengthReward(kind="group", correct_from=0.0))
+    assert partly.reward[:4] == [1.5, 1, -0.5, 0.5]
+    target = with_length_reward(table, LengthReward(kind="target", target_len=5, coefficient=0.25))
+    assert target.reward[:3] == [0.25, 0.75, -0.25]
+    assert with_length_reward(table, LengthReward()) is table
 
 
 def test_pass_at_k() -> None:
@@ -269,7 +320,7 @@ def table_of(size: float, penalty: float | None = None) -> GroupTable:
     steps = [[[(0, reward), (2, -reward)] for reward in group] for group in rewards]
     penalties = [[[penalty] * 3 for _ in group] for group in rewards] if penalty is not None else None
     table = make_table(rewards, steps=steps, greedy=[-size, size], penalties=penalties)
-    return replace(table, values=[[0.5, -0.5, 0.25]] * len(table))
+    return replace(table, values=[[0.5, -0.5, 0.25]] * len(table), reward_parts=[[reward] for reward in table.reward])
 
 
 @pytest.mark.parametrize("size", [1e308, -1e308, 1.1e15])

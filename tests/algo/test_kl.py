@@ -228,6 +228,13 @@ def test_rejected_tokens_and_responses() -> None:
     )
 
 
+def test_binary_kl_rejects_tokens_in_both_directions() -> None:
+    # D of (.25, .5): .1308 and .1438; a ratio of 2 at probabilities of e^-6: .00048 and .00038.
+    old, rollout = [[math.log(0.25), math.log(0.5), -6.0]], [[math.log(0.5), math.log(0.25), -6.0 - math.log(2)]]
+    for bound, kept in ((0.15, [1, 1, 1]), (0.14, [0, 0, 1]), (0.0004, [0, 0, 0])):
+        assert reject(old, rollout, rollout_rs="binary_kl", rollout_rs_threshold=bound)[0] == [kept]
+
+
 def test_off_policy_mask_spares_good_and_near_responses() -> None:
     # Drifts 2, .5 and 2 against 1, advantages +1, -1 and -1: only the last is both negative and above the threshold.
     old = [[-2.0], [-0.5], [-2.0]]

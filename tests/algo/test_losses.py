@@ -127,6 +127,16 @@ def test_correction_multiplies_the_policy_loss_alone() -> None:
     assert run(ones, actor())[0].item() == run(plain, actor())[0].item()
 
 
+def test_observations_are_learnt_outside_the_mask() -> None:
+    """ECHO: the sum of the weighed terms, with their gradient, beside the loss of the masked rest."""
+    inputs = make_inputs([[-1.0, -2.0, -3.0]], advantages=0.0, mask=[[1, 0, 0]])
+    weights = torch.tensor([[0.0, 0.25, 0.0]])
+    leaf = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    loss, metrics = run(replace(inputs, observation_loss=-weights * leaf), actor())
+    assert loss.item() == value(metrics["actor/observation_loss"]) == 0.5
+    assert torch.autograd.grad(loss, leaf)[0].tolist() == [[0, -0.25, 0]]
+
+
 def test_kl_and_entropy_alone() -> None:
     # k3 of d = ref - cur = [-1, 0, 1]: 1/e, 0, e - 2; mean 0.3620537, times 0.1.
     inputs = make_inputs([[0.0, -1.0, -2.0]], old=-1.0, ref=-1.0)

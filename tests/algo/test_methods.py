@@ -19,7 +19,7 @@ from grpo_megatron.checks.resume import differences
 from grpo_megatron.cli.config_file import WrongKeys, load_config, reward_defaults
 from grpo_megatron.cli.main import KeysOptions, main, print_keys
 from grpo_megatron.config import ActorConfig, Config, ConfigError, ModelConfig, OptimConfig
-from grpo_megatron.config.methods import methods, methods_table
+from grpo_megatron.config.methods import dated_defaults, methods, methods_table
 from grpo_megatron.config.section import config_keys
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def test_examples_resolve_to_what_they_were() -> None:
     if os.environ.get("UPDATE_RESOLVED"):
         RESOLVED.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in now.items()) + "\n}\n")
     recorded = json.loads(RESOLVED.read_text())
-    assert now.keys() == recorded.keys() and len(now) == 48
+    assert now.keys() == recorded.keys() and len(now) == 56
     for path in now:
         assert now[path] == recorded[path], path
 
@@ -68,7 +68,7 @@ def test_a_method_alone_is_consistent(name: str) -> None:
     assert config.method_keys.keys() <= DEFAULTS.keys()
     assert {key: config.at(key) for key in config.method_keys} == config.method_keys
     problems = [str(problem) for problem in method_problems(config)]
-    assert all("gives one for the whole response" in problem for problem in problems)  # of the task
+    assert all("one for the whole response" in problem for problem in problems)  # of the task
     assert config == Config.model_validate(config.model_dump(mode="json"))  # the resolved file
 
 
@@ -137,6 +137,19 @@ def test_keys_shows_a_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert "reward.overlong_buffer.len: data.max_response_length / 5   (default null)" in shown
     with pytest.raises(ConfigError, match="did you mean 'dapo'"):
         print_keys(KeysOptions(section="dappo"))
+
+
+def test_a_changed_default_is_dated(capsys: pytest.CaptureFixture[str]) -> None:
+    """A key's line under a new date, `KEY: DEFAULT`, is what a change of its default needs; old lines stay."""
+    dated = {key: value for key, (_, value) in dated_defaults().items()}
+    now = {
+        key.name: "required" if key.is_required else json.loads(json.dumps(key.default, default=str))
+        for key in config_keys(Config)
+    }
+    changed = {key: (dated.get(key, "no entry"), now.get(key, "no key")) for key in dated.keys() | now.keys()}
+    assert [f"{key}: {old} -> {new}" for key, (old, new) in changed.items() if old != new] == [], "config/defaults.yaml"
+    assert main(["keys", "actor.vespo_k_pos"]) == 0
+    assert capsys.readouterr().out.startswith("actor.vespo_k_pos: 2.0   (float; since 2026-11-28; needs ")
 
 
 def test_the_plan_and_the_resolved_config_name_the_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

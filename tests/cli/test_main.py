@@ -246,11 +246,12 @@ def test_missing_inputs_of_an_example_are_named_with_what_makes_them(
 
 def test_keys_are_listed_with_default_type_and_comment(capsys: pytest.CaptureFixture[str]) -> None:
     assert print_keys(KeysOptions(section="rollout.val_kwargs")) == 0
-    assert "rollout.val_kwargs.temperature: 0.0   (float)\n    0: greedy\n" in capsys.readouterr().out
-    assert print_keys(KeysOptions()) == 0 and "model.path: needed   (Path; resume: fixed)" in capsys.readouterr().out
+    assert "rollout.val_kwargs.temperature: 0.0   (float; since 2026-11-26)\n    0: greedy\n" in capsys.readouterr().out
+    assert print_keys(KeysOptions()) == 0
+    assert "model.path: needed   (Path; since 2026-11-26; resume: fixed)" in capsys.readouterr().out
     assert len(list(config_keys(Config))) == len({key.name for key in config_keys(Config)})
     assert print_keys(KeysOptions(section="critic.optim.lr")) == 0
     needs = "needs algorithm.adv_estimator:needs_values"
-    assert f"critic.optim.lr: 1e-05   (float; resume: schedule; {needs})" in capsys.readouterr().out
+    assert f"critic.optim.lr: 1e-05   (float; since 2026-11-26; resume: schedule; {needs})" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="did you mean 'actor'"):
         print_keys(KeysOptions(section="actr"))

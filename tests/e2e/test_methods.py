@@ -32,7 +32,10 @@ PARITY = {"function": "tests.e2e.rewards:parity_reward"}  # 0 or 1: some groups 
 PPO = {
     "algorithm": {"adv_estimator": "gae", "lam": 0.9, "use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.1}},
     "critic": {"lam": 0.5, "pretrain_steps": 1, "ppo_mini_batch_size": 6, "optim": {"lr": 1e-3}},
-    "actor": {"use_kl_loss": False},
+    "actor": {
+        "use_kl_loss": False,
+        "entropy_target": 5.0,
+    },  # above log 80: the bonus grows, and is part of a checkpoint
 }
 ADAPTED = {"lora": {"rank": 4, "alpha": 8.0}}
 LORA = {**PPO, "critic": {**PPO["critic"], **ADAPTED}, "actor": {**PPO["actor"], **ADAPTED}}
@@ -62,6 +65,27 @@ METHODS: dict[str, dict[str, Any]] = {
             "kl_ctrl": {"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.001, "horizon": 100},
         },
         "actor": {"use_kl_loss": False},
+    },
+    "gdpo with a mask": {  # four updates per batch, against the engine's log-probabilities
+        "reward": {
+            "length": {"kind": "group", "coefficient": 0.1},
+            "function": None,
+            "components": [
+                {"name": name, "function": f"tests.e2e.rewards:{name}_reward"} for name in ("length", "odd")
+            ],
+        },
+        "algorithm": {
+            "adv_estimator": "gdpo",
+            "gdpo_reward_keys": ["length", "odd"],
+            "rollout_correction": {"bypass_mode": True, "rollout_is": None},
+        },
+        "actor": {
+            "loss_mode": "kpop",
+            "ppo_mini_batch_size": 3,
+            "clip_ratio_low": 1e-6,
+            "clip_ratio_high": 1e-6,
+            "top_entropy_quantile": 0.4,
+        },
     },
     "rejection": {"algorithm": {"rollout_correction": {"rollout_rs": "token", "rollout_rs_threshold": 1.0000001}}},
     "ppo": {**PPO, "trainer": {"total_training_steps": 3, "save_hf_at_end": True}},
@@ -204,6 +228,23 @@ def test_remax_has_the_greedy_rewards(runs: dict[str, dict[str, Any]]) -> None:
     for table in runs["remax"]["tables"]:
         assert all(math.isfinite(reward) for reward in table.greedy_reward)
         assert len({(p, g) for p, g in zip(table.prompt_index, table.greedy_reward, strict=True)}) == 6
+
+
+def test_parts_of_rewards_are_known_and_moved_tokens_are_masked(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["gdpo with a mask"]
+    for table in run["tables"]:
+        assert [sum(parts) for parts in table.reward_parts] == table.raw_reward != table.reward
+        assert len({tuple(parts) for parts in table.reward_parts}) > 2
+    shares = column(
+        run, "actor/pg_clipfrac"
+    )  # in the first of the four updates per batch, no token is beyond the bound
+    assert all(0.6 < share < 0.8 for share in shares), shares
+    assert [row.get("actor/entropy_coeff") for row in runs["ppo"]["metrics"]] == [
+        None,
+        0.0,
+        0.005,
+    ]  # of the steps with an update
+    assert column(run, "actor/selected_frac") == pytest.approx([0.4, 0.4], abs=0.02)
 
 
 def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> None:

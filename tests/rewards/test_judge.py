@@ -160,3 +160,26 @@ def test_in_workers_alone_and_as_a_component(options: dict[str, Any]) -> None:
     assert (results[1].metrics["judge"], results[1].metrics["judge/verdict"]) == (0.7, 7.0)
     assert "1 + 1 =" in Stub.requests[0]["messages"][0]["content"]
     assert KEY not in "".join(result.message for result in results)
+
+
+def test_a_rubric_is_a_weighted_mean_and_needs_every_criterion(options: dict[str, Any]) -> None:
+    rubric = {"Is right": 3, "shows (all) steps": 1.0}
+    reply = "**Is right**: 2\n- is right: 8\nShows (all) steps = 4"  # the last line of a name counts
+    result = judged(reply, options, criteria=rubric)
+    assert result["score"] == pytest.approx((3 * 8 + 4) / 4 / 10) and result["attempts"] == 1
+    assert {key: result[key] for key in result if "criterion" in key} == {
+        "criterion/Is right": 8,
+        "criterion/shows (all) steps": 4,
+    }
+    assert judged(reply, options, criteria=rubric)["cached"] == 1
+    assert judged(reply, options, criteria={"is right": 1})["attempts"] == 1  # another rubric is another question
+    with pytest.raises(ValueError, match="no line .shows .all. steps: NUMBER"):
+        judged("Is right: 8\nShows: 4", options, criteria=rubric)
+    with pytest.raises(ValueError, match="11 is not between 0 and 10"):
+        judged("Is right: 11\nShows (all) steps: 4", options, criteria=rubric)
+    for wrong in ({"a": 0}, {"a": -1.0}, {"a": "1"}):
+        with pytest.raises(ValueError, match="a weight above 0"):
+            judged("a: 1", options, criteria=wrong)
+    Path(options["prompt"]).with_name("rubric.txt").write_text("One line for each of:\n{criteria}\nRESPONSE={response}")
+    judged(reply, {**options, "prompt": options["prompt"].replace("judge.txt", "rubric.txt")}, criteria=rubric)
+    assert "of:\nIs right\nshows (all) steps\n" in Stub.requests[-1]["messages"][0]["content"]

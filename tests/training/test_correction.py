@@ -28,6 +28,9 @@ ALGORITHMS = {
 }
 
 
+SELECTIONS = {"entropy": {"top_entropy_quantile": 0.4}, "kl_cov": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}}
+
+
 # -- The programs of the ranks -----------------------------------------------------------------------------------------
 
 
@@ -89,10 +92,10 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     """The plan after the correction step, the reduced metrics, and each local row's tensors at its response tokens."""
     import torch
 
-    from grpo_megatron.algo.plan import assign_rows, weigh
+    from grpo_megatron.algo.plan import assign_rows, observation_weights, weigh
     from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
     from grpo_megatron.device import Device
-    from grpo_megatron.parallel.exchange import apply_plan, exchange, gather_groups
+    from grpo_megatron.parallel.exchange import apply_observations, apply_plan, exchange, gather_groups
     from grpo_megatron.parallel.mesh import build_mesh
     from grpo_megatron.report.metrics import Metrics
     from grpo_megatron.training.correction import Correction
@@ -118,7 +121,14 @@ def correct(num_prompts: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     columns = {"loss_mask": batch.loss_mask, "advantages": batch.advantages, "token_weights": batch.token_weights}
     if batch.correction is not None:
         columns["correction"] = batch.correction
+    batch.old_entropy = batch.old_logprobs.abs()
+    for kind, rule in SELECTIONS.items():
+        step.select(batch, actor.model_copy(update=rule))
+        columns[f"selected by {kind}"], batch.selected = batch.selected, None
+    apply_observations(batch, table, observation_weights(plan, table, 0.5))
+    assert batch.observation_weights is not None and not (batch.observation_weights * batch.loss_mask).any()
     result = {
+        "observed": {row: batch.observation_weights[i].tolist() for i, row in enumerate(batch.rows)},
         "rows": {
             row: {name: column[i][batch.response_mask[i]].tolist() for name, column in columns.items()}
             for i, row in enumerate(batch.rows)
@@ -168,6 +178,16 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
         ]
         assert alone["metrics"]["actor/reward_kl_penalty"] == pytest.approx(math.fsum(kl) / len(kl), rel=1e-5)
 
+    observed = {row: weights for result in both for row, weights in result["observed"].items()}
+    for row, sample in enumerate(samples):  # every token outside the loss, on both ranks together
+        outside = [int(not in_loss) for in_loss in sample.loss_mask]
+        share = 0.5 / sum(one.loss_mask.count(0) for one in samples)
+        for of_row in (observed[row], alone["observed"][row]):
+            assert of_row[: len(outside)] == pytest.approx([share * one for one in outside], rel=1e-6)
+    counted = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
+    for kind, count in (("entropy", math.ceil(0.4 * counted)), ("kl_cov", int(0.2 * counted))):  # of the whole step
+        chosen = sum(sum(columns[f"selected by {kind}"]) for columns in alone["rows"].values())
+        assert chosen == count > 1, kind
     kept = sum(sum(columns["loss_mask"]) for columns in alone["rows"].values())
     total = sum(sum(sample.loss_mask) for sample in samples)
     assert kept < total if "rollout_rs" in algorithm.get("rollout_correction", {}) else kept == total
