@@ -135,7 +135,9 @@ class Registry(Generic[T]):
             return self._entries[name]
         if ":" in name:
             return import_function(name)  # type: ignore[return-value]
-        hint = did_you_mean(name, known) or (f"; write {name.removesuffix('.py')}:NAME" if name.endswith(".py") else "")
+        module, _, attribute = name.rpartition(".")
+        form = f"{module}:NAME" if attribute == "py" else f"{module}:{attribute}"
+        hint = did_you_mean(name, known) or (f"; write {form}" if module else "")
         raise ValueError(f"unknown {self.kind} {name!r}{hint} (known: {', '.join(known)}; or {self._user_form})")
 
     def names(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +124,10 @@ def test_an_import_that_fails_inside_a_module_is_named(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=re.escape(expected)):
         import_function("inner_fault:reward")
+
+
+def test_an_object_with_a_dot_before_its_name_is_recognised() -> None:
+    registry: Registry[Any] = Registry("reward")
+    for name, form in (("mine.score", "mine:score"), ("a/mine.py", "a/mine:NAME"), ("a.b.score", "a.b:score")):
+        with pytest.raises(ValueError, match=f"unknown reward '{name}'; write {form} "):
+            registry.get(name)

@@ -275,11 +275,10 @@ class RunOptions(Options):
 
     def problems(self) -> Iterator[str]:
         """Yields options of a plan without one."""
-        if self.world_size is not None and not (self.dry_run and 1 <= self.world_size <= MAX_PLANNED_RANKS):
-            yield (
-                f"--world-size N needs --dry-run and 1 <= N <= {MAX_PLANNED_RANKS:,}; a run has trainer.nnodes x"
-                " n_gpus_per_node ranks"
-            )
+        if self.world_size is not None and not 1 <= self.world_size <= MAX_PLANNED_RANKS:
+            yield f"--world-size {self.world_size} is outside 1 to {MAX_PLANNED_RANKS:,}; set a number of ranks"
+        elif self.world_size is not None and not self.dry_run:
+            yield "--world-size needs --dry-run; a run has trainer.nnodes x n_gpus_per_node ranks"
         if self.gpu is not None and not self.dry_run:
             yield "--gpu needs --dry-run; a run reads the memory of its own GPU"
         if self.host_memory is not None and not self.dry_run:

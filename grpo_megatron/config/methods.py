@@ -78,13 +78,15 @@ def unknown_method(name: str) -> str:
 def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:
     """Finds the method of a config's estimator and loss: (its name, the keys that differ with the config's values).
 
-    Among several it is the one with the fewest such keys. (None, {}): there is none.
+    Among several it is the one with the fewest such keys. One whose switch (`algorithm.dupo`) is off is none of them.
+    (None, {}): there is none.
     """
     candidates = []
     for name, method in methods().items():
         keys = {"actor.loss_mode": "vanilla", **method.values(value_of)}
         others = {key: value_of(key) for key, value in keys.items() if value_of(key) != value}
-        if not others.keys() & {"actor.loss_mode", "algorithm.adv_estimator"}:
+        is_itself = not any(isinstance(keys[key], bool) for key in others.keys() - {"actor.use_kl_loss"})
+        if is_itself and not others.keys() & {"actor.loss_mode", "algorithm.adv_estimator"}:
             candidates.append((name, others))
     return min(candidates, key=lambda pair: len(pair[1]), default=(None, {}))
 

@@ -123,6 +123,8 @@ def _unusable(value: Any) -> Iterator[str]:
 
 def _expanded(value: Any) -> Any:
     """Returns a path as a list of one, and a pattern as the files that match it, in order, or as it is where none does."""
+    if value is None:
+        raise ValueError("it is empty; write a path, or [] for no file")
     paths = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(paths, list | tuple):
         return value
@@ -208,6 +210,16 @@ def read_section(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> 
         return kind.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError(*(_mistake(one, prefix, list(kind.model_fields)) for one in error.errors())) from None
+
+
+def refused_values(kind: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields (the place of a value as `a.b`, what is wrong with it) for a table in which keys may be missing."""
+    try:
+        kind.model_validate(raw)
+    except ValidationError as error:
+        for one in error.errors():
+            if one["type"] != "missing":
+                yield ".".join(map(str, one["loc"])), reason_and_remedy(one)
 
 
 def _mistake(error: Any, prefix: str, known: list[str]) -> str:

@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
@@ -242,6 +242,26 @@ class AnswerField(Section):
     rule: AnswerRule = "text"
 
 
+def _as_fields(value: Any) -> Any:
+    """Accepts the name of a field, or a list of names, as `text` fields."""
+    values = value if isinstance(value, list) else [value]
+    return [{"field": one} if isinstance(one, str) else one for one in values]
+
+
+def _with_a_field(template: str) -> str:
+    if not PLACEHOLDER.search(template):
+        raise ValueError(
+            f"names no {{field}}, so that every prompt would be the same; write '{{{template}}}' for a column"
+        )
+    return template
+
+
+Templates = Annotated[
+    list[Annotated[str, AfterValidator(_with_a_field)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
+
+
 class Choices(Section):
     """The choices of a row, which `question` shows as {choices}, lettered; the field `letter` has the right one's letter."""
 
@@ -271,8 +291,8 @@ class RowFormat(Section):
     """The keys of a task file for rows: question and reference answer."""
 
     choices: Choices | None = None
-    question: list[str] = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
-    answer: list[AnswerField] = Field(min_length=1)  # the first whose field is there
+    question: Templates = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
+    answer: Annotated[list[AnswerField], BeforeValidator(_as_fields)] = Field(min_length=1)  # the first that is there
     answer_is_optional: bool = False  # a row without any of the fields has the answer ""
     missing_answers: dict[str, str] = Field({})  # beginning of a question whose row holds no answer -> the answer
 

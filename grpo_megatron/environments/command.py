@@ -94,14 +94,14 @@ class CommandEnvironment(Environment):
 
     def __init__(
         self,
-        command: Sequence[str],
+        command: Sequence[str] = (),
         model: str = "policy",
         format: str = "hermes",
         temperature: float = 1.0,
         branches: str = "refuse",
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
-            raise ValueError(f'{WHERE}.command={command!r} is no list of texts; write ["python", "agent.py"]')
+            raise ValueError(f'{WHERE}.command={command or None!r} is no list of texts; write ["python", "agent.py"]')
         self._is_forked = _is_function(command[0])
         if not self._is_forked and shutil.which(command[0]) is None:
             raise ValueError(

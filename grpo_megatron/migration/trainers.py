@@ -286,7 +286,25 @@ def _verl_teachers(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return ours
 
 
+CORRECTION = "algorithm.rollout_correction."
 VERL_LORA = ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora.rank")
+
+
+def _verl_06_correction(value: Any, settings: Settings) -> Mapping[str, Any]:
+    """verl 0.6: a switch, with the kind of weight, its bounds and what happens outside them apart."""
+    high = settings.get("algorithm.rollout_is_threshold")
+    if value in OFF or high is None:
+        return {f"{CORRECTION}rollout_is": None}
+    kind, low = (
+        settings.get("algorithm.rollout_is_level", "token"),
+        settings.get("algorithm.rollout_is_threshold_lower"),
+    )
+    ours = {"rollout_is": kind, "rollout_is_threshold": high}
+    if settings.get("algorithm.rollout_is_mode") == "mask":
+        ours |= {"rollout_is": "icepop", "rollout_is_threshold_low": low or 1.0 / high}
+    return {f"{CORRECTION}{key}": item for key, item in ours.items()}
+
+
 VERL = OtherTrainer.read(
     "verl",
     {
@@ -307,6 +325,13 @@ VERL = OtherTrainer.read(
         ),
         f"{ACTOR}optim.lr_warmup_steps_ratio": ("actor.optim.lr_warmup_steps", _warm_up),
         "custom_reward_function.path": ("reward.function", _reward_function),
+        "algorithm.rollout_is": (f"{CORRECTION}rollout_is", _verl_06_correction),
+        "actor_rollout_ref.rollout.name": (
+            "rollout.engine",
+            lambda value, _: (
+                {"rollout.engine": "vllm"} | ({} if value == "vllm" else {ALSO: "the engine here is vLLM"})
+            ),
+        ),
         "reward_model.overlong_buffer.len": ("reward.overlong_buffer.len", _overlong),
         "reward_model.reward_kwargs.overlong_buffer_cfg.len": ("reward.overlong_buffer.len", _overlong),
         "trainer.experiment_name": ("trainer.experiment_name", _name),
@@ -322,7 +347,6 @@ VERL = OtherTrainer.read(
 SCRIPT = "(script)."  # before the name of a function that the script itself defines
 OVERLONG = "get_soft_overlong_punishment"  # of the rewards that TRL's command knows by name
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
-CORRECTION = "algorithm.rollout_correction."
 
 
 def _prompts(value: Any, settings: Settings) -> Mapping[str, Any] | str:
@@ -344,6 +368,9 @@ def _epsilon(value: Any, settings: Settings) -> Mapping[str, Any]:
     return ends if settings.get("epsilon_high") is not None else {**ends, "actor.clip_ratio_high": value}
 
 
+CORRECTIONS = {"token_truncate": "token", "sequence_truncate": "sequence"}  # their modes that are weights: ours
+
+
 def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     if not settings.get("vllm_importance_sampling_correction", True):
         return {}
@@ -354,8 +381,14 @@ def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
             f"{CORRECTION}rollout_rs_threshold": settings.get("vllm_importance_sampling_cap", 3.0),
             f"{CORRECTION}rollout_rs_threshold_low": 1e-6,
         }
-    kinds = {"token_truncate": "token", "sequence_truncate": "sequence"}
-    return {f"{CORRECTION}rollout_is": kinds[value]} if value in kinds else f"{CORRECTION}rollout_is: icepop is near"
+    is_known = value in CORRECTIONS
+    return {f"{CORRECTION}rollout_is": CORRECTIONS[value]} if is_known else f"{CORRECTION}rollout_is: icepop is near"
+
+
+def _cap(value: Any, settings: Settings) -> Mapping[str, Any]:
+    mode = settings.get("vllm_importance_sampling_mode", "sequence_mask")
+    is_weight = settings.get("vllm_importance_sampling_correction", True) and mode in CORRECTIONS
+    return {f"{CORRECTION}rollout_is_threshold": value} if is_weight else {}
 
 
 LOSS_TYPES = {
@@ -447,6 +480,7 @@ TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
     "epsilon": ("actor.clip_ratio_low", _epsilon),
     "loss_type": ("actor.loss_agg_mode", _loss_type),
     "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
+    "vllm_importance_sampling_cap": (f"{CORRECTION}rollout_is_threshold", _cap),
     "off_policy_mask_threshold": (
         f"{CORRECTION}rollout_rs",
         lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},

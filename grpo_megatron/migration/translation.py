@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.methods import nearest_method
+from grpo_megatron.config.methods import nearest_method, with_defaults
 from grpo_megatron.config.options import COMMAND_NAME, Argument, Option, Options
 from grpo_megatron.config.problems import CHANGE_ME, Problem
-from grpo_megatron.config.section import ConfigKey, config_keys
+from grpo_megatron.config.section import ConfigKey, config_keys, refused_values
 from grpo_megatron.migration.shell import UNKNOWN, commands
 from grpo_megatron.migration.trainers import (
     ACTOR,
@@ -112,15 +112,16 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         outcome = _outcome(rule, written, value, every, is_set=key in settings)
         if rule is not None and rule.table == "refused" and outcome:
             refused.setdefault(rule.note, written)
-        num_warnings = len(result.warnings)
+        num_warnings, num_notes = len(result.warnings), len(result.notes)
         if isinstance(outcome, str) and outcome.startswith(SEE):
             named = outcome[len(SEE) :]
             outcome = type(outcome)(SEE + as_given.get(named, named))
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
-            result.warnings[num_warnings:] = [(written, SECRET)]
+            result.warnings[num_warnings:], result.notes[num_notes:] = [(written, SECRET)], []
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
+    _leave_out_refused(result)
     for ours, what in REQUIRED.items():
         result.values.setdefault(ours, (CHANGE_ME, what))
     if not result.values.keys() & VALIDATED:
@@ -152,6 +153,15 @@ def _outcome(
 def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
     is_list = ours in known and isinstance(known[ours].default, list)
     return as_list(value) if is_list and value is not None else value
+
+
+def _leave_out_refused(result: Translation) -> None:
+    """Leaves out values that this program refuses whatever the other keys are, such as a `top_p` below 1, with the reason."""
+    raw = with_defaults({}, {key: value for key, (value, _) in result.values.items() if value != CHANGE_ME})
+    for place, reason in refused_values(Config, raw):
+        if key := next((key for key in result.values if f"{place}.".startswith(f"{key}.")), None):
+            value, origin = result.values.pop(key)
+            result.warnings.append((f"{origin}={_inline(value)}", f"not written as {key}: {reason}"))
 
 
 def _fit_mini_batch(result: Translation) -> None:

@@ -220,7 +220,7 @@ def search_splits(
     counts = range(unit, world, unit)
     itemsize, length = DTYPE_BYTES[config.model.dtype], config.data.max_prompt_length + config.data.max_response_length
     engines = dict.fromkeys(layout.rollout_tp for layout in shapes(config, models.arch, world, machine.per_node))
-    for rollout_ranks in counts[:: -(-len(counts) // MOST_SPLITS)]:
+    for rollout_ranks in counts[:: -(-len(counts) // MOST_SPLITS) or 1]:
         role: dict[str, Any] = {"placement": "separate", "lag": max(1, config.rollout.lag)}
         role |= {"num_nodes": rollout_ranks // unit} if unit > 1 else {"num_ranks": rollout_ranks}
         generate: dict[float, Config] = {}  # of each engine that fits
@@ -300,10 +300,8 @@ def _head(config: Config, work: Workload, machine: PlannedMachine, result: Searc
         f"peaks: {gpu.tflops:g} TFLOP/s, memory {gpu.memory_bytes_per_s / 1e12:g} TB/s, NVLink"
         f" {gpu.nvlink_bytes_per_s / 1e9:g} GB/s, network {gpu.network_bytes_per_s / 1e9:g} GB/s per GPU"
     )
-    yield (
-        f"{result.num_tried:,} layouts tried, {result.num_fitting:,} need at most {PROPOSED:.0%} of the memory; the"
-        " fastest of each tp, pp, ep and engine size:"
-    )
+    listed = "; the fastest of each tp, pp, ep and engine size:" if result.layouts else ""
+    yield f"{result.num_tried:,} layouts tried, {result.num_fitting:,} need at most {PROPOSED:.0%} of the memory{listed}"
 
 
 def _table(config: Config, work: Workload, machine: PlannedMachine, layouts: list[PlannedLayout]) -> Iterator[str]:

@@ -314,6 +314,12 @@ def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "sft.train_batch_size=10 and 5 rows: every step has each row 2.0 times" in text
 
 
+def test_a_search_on_one_gpu_has_no_split_and_lists_nothing_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", EXAMPLE, "--world-size", "1", "--gpu", "24", "--search"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 need at most" in printed and "fastest of each" not in printed and "no split fits" in printed
+
+
 def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", EXAMPLE, "--world-size", "16", "--nodes-of", "4", "--gpu", "h200", "--search"]
     text = page(capsys, *command, "--top", "3", "--mean-response", "400")

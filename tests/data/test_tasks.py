@@ -257,6 +257,12 @@ def test_the_task_file_of_the_documentation(tmp_path: Path) -> None:
     assert task.graders == {"accuracy": "my_reward:reward"} and task.max_tokens == 512
 
 
+def test_columns_by_their_names_alone(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text('name: x\nversion: 1\ntitle: t\nquestion: "{Frage}"\nanswer: Lösung\n')
+    assert get_task(str(path)).read_row({"Frage": "q", "Lösung": 3}) == ("q", "3")
+
+
 def test_wrong_task_files(tmp_path: Path) -> None:
     path, own = tmp_path / "wrong.yaml", "name: x\nextends: math\nversion: 1\ntitle: t\n"
     missing = r"(?s)title: it has no default.*question: it has.*answer: it has.*version: set"
@@ -265,6 +271,7 @@ def test_wrong_task_files(tmp_path: Path) -> None:
         ("{", "is not valid YAML"),
         ("name: x\nversion: 0\n", missing),
         ("extends: gsm9k\n", "extends 'gsm9k' is not a built-in task; set one of aime"),
+        (f"{own}question: Frage\n", r"names no \{field\}, so that every prompt would be the same; write '\{Frage\}'"),
         (f"{own}read_row: 5\n", "read_row: not a key of a task file"),
         (f"{own}chat: {{}}\n", "chat: unknown key .known: answer, answer_is_optional, choices, extends"),
     ):

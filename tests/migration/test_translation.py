@@ -190,6 +190,36 @@ def test_a_reward_that_is_left_to_the_user_is_one_mistake(tmp_path: Path, capsys
     assert "reward.components=CHANGE_ME" in told and "has no reward of its own" not in told
 
 
+def test_a_value_that_is_refused_here_is_left_out_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "num_generations: 4\ntop_p: 0.95\ntop_k: 50\nvllm_importance_sampling_cap: 4.0\nscale_rewards: group\n"
+    config, written = imported("trl", text, ".yaml", tmp_path)
+    assert config.rollout.top_p == 1 and config.algorithm.rollout_correction.rollout_rs_threshold == 4
+    assert "rollout_is_threshold:" not in written and "method: dupo" not in written
+    warned = capsys.readouterr().err
+    assert "top_p=0.95: not written as rollout.top_p: the policy's log-probabilities are of the full" in warned
+    assert "top_k=50: not written as rollout.top_k" in warned
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "bounds"),
+    [
+        ("rollout_is_level=sequence", "sequence", (3.0, None)),
+        ("rollout_is_mode=mask", "icepop", (3.0, 1 / 3)),
+        ("rollout_is=False", None, (2.0, None)),
+    ],
+)
+def test_the_correction_of_verl_0_6(
+    keys: str, kind: str | None, bounds: tuple[float, float | None], tmp_path: Path
+) -> None:
+    older = ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=3.0", f"algorithm.{keys}"]
+    text = f"python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=4 {' '.join(older)}"
+    correction = imported("verl", text, ".sh", tmp_path)[0].algorithm.rollout_correction
+    assert correction.rollout_is == kind
+    assert (correction.rollout_is_threshold, correction.rollout_is_threshold_low) == pytest.approx(bounds)
+
+
 def test_a_value_that_is_left_to_the_user_is_refused_by_name(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
