@@ -73,6 +73,7 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
         _make_inputs(options.seed)
         _remove_run(run)
         config.write_text(text)
+        print("the warm-up teaches worked answers, then also bare ones, most of them wrong: its loss rises at the end")
     return ["train", str(config), *options.overrides]
 
 
