@@ -17,6 +17,7 @@ from grpo_megatron.report.step import StepReport
 from grpo_megatron.run import Run
 from grpo_megatron.sampling.collector import numbered_samples
 from grpo_megatron.training.guards import GuardStop
+from grpo_megatron.training.healing import Recovery
 from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.stopping import Stopped, Stopping
 from grpo_megatron.training.trace import Trace
@@ -48,6 +49,7 @@ class Trainer:
             self.validation_loss = build_validation_loss(run.effective, run.checked, run.policy, run.references)
             self.report = StepReport(run.effective, run.checked.tokenizer, run.policy, run.sinks, run.guards)
             self.summary = Summary(self.output_dir, run.effective if run.checked.scored_folder is None else None)
+            self.recovery = Recovery.of_restart()
             self.stopping = Stopping(run.config.trainer, run.mesh, run.folder.lock)
             self.profiler = None
             if profiled is not None:
@@ -123,6 +125,10 @@ class Trainer:
 
     def collect(self, step: int) -> list[Sample]:
         """Returns this rank's samples of the step, of weights that were attested."""
+        if self.recovery is not None:
+            run = self.parts
+            self.recovery.end(step, self.output_dir, self.metrics, run.sinks, is_first=run.mesh.rank == 0)
+            self.recovery = None
         groups = self.collector.groups(step, self.config.data.train_batch_size, self.metrics)
         samples = numbered_samples(groups)
         if self.config.algorithm.source != "file":

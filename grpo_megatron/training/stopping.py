@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 STOP_FILE = "GRPO_MEGATRON_STOP_FILE"  # set for the ranks of our launcher, which writes the name of its signal there
+RESTART_FILE = "GRPO_MEGATRON_RESTART_FILE"  # set for the ranks of our launcher: how they were started (cli/ranks.py)
 TERM_SECONDS = "GRPO_MEGATRON_TERM_SECONDS"  # set by slurm/ranks.sh
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 128 + signal.SIGINT  # 75: EX_TEMPFAIL of sysexits.h, it can be started again
 ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal ends it at once\n"

@@ -29,9 +29,10 @@ class Ended(SimpleNamespace):
 
 
 def explain(folder: Path, exit_codes: dict[int, int]) -> int:
-    return failures.explain_failure(
-        SimpleNamespace(failures={rank: Ended(exitcode=code) for rank, code in exit_codes.items()}), folder
-    )
+    ended = SimpleNamespace(failures={rank: Ended(exitcode=code) for rank, code in exit_codes.items()})
+    cause = failures.explain_failure(ended, folder)
+    failures.print_error(cause.text)
+    return cause.code
 
 
 def report(folder: Path, rank: int, time_ns: int, *, is_expected: bool = False, is_symptom: bool = False) -> None:
