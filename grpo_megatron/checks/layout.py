@@ -54,8 +54,8 @@ def healing_problems(config: Config) -> Problems:
         yield f"{key} with {k.trainer.nnodes}: one launcher starts the ranks of one machine; leave it out"
     if config.num_rollout_ranks:
         yield f"{key} with {k.rollout.placement}: ranks of two roles cannot change their numbers; leave it out"
-    if trainer.save_freq == -1:
-        yield f"{key} with {k.trainer.save_freq}: there is no state to go on from; set save_freq=1 or more"
+    if trainer.save_freq == -1 and not trainer.healing.memory:
+        yield f"{key} with {k.trainer.save_freq} and {k.trainer.healing.memory}: no state is kept; set save_freq=1 or more"
 
 
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------

@@ -30,7 +30,7 @@ from grpo_megatron.cli.failures import (
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
-from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
+from grpo_megatron.storage.files import MEMORY, folder_until_exit, private_folder, write_file
 
 RESTART_NAME = "restart.json"  # a file in the launcher's folder: a Restart
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
@@ -96,12 +96,13 @@ def start_ranks(
     engine: str | None = "vllm",
     place: Callable[[int], str] = lambda rank: "",
     heal: Callable[[Cause], Restart | None] = lambda cause: None,
+    remembers: bool = False,
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
     On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
     ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
-    `heal` says after a failure how the ranks start again; None: not at all.
+    `heal` says after a failure how the ranks start again; None: not at all. `remembers`: they share a folder in memory.
     """
     from grpo_megatron.parallel.control import register_local_rendezvous
 
@@ -114,20 +115,24 @@ def start_ranks(
     os.environ[LAUNCHER_PID] = str(os.getpid())
     requests = _Requests(can_stop)
     restart, visible = Restart(world_size), os.environ.get("CUDA_VISIBLE_DEVICES")
+    memory = private_folder(MEMORY) if remembers else contextlib.nullcontext(None)
     try:
-        while True:
-            with private_folder() as folder:
-                requests.pass_on(folder)
-                write_file(folder / RESTART_NAME, json.dumps(restart._asdict()))
-                if restart.devices is not None and not is_on_cpu(device):
-                    names = visible.split(",") if visible else range(MAX_DEVICES)
-                    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in restart.devices)
-                cause = _run_ranks(main, restart.world_size, argv, device, folder, place, can_stop=can_stop)
-            print_error(cause.text)
-            next_start = heal(cause) if cause.code else None
-            if next_start is None:
-                return cause.code
-            restart = next_start
+        with memory as mirror:
+            while True:
+                with private_folder() as folder:
+                    requests.pass_on(folder)
+                    write_file(
+                        folder / RESTART_NAME, json.dumps({**restart._asdict(), "mirror": mirror and str(mirror)})
+                    )
+                    if restart.devices is not None and not is_on_cpu(device):
+                        names = visible.split(",") if visible else range(MAX_DEVICES)
+                        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in restart.devices)
+                    cause = _run_ranks(main, restart.world_size, argv, device, folder, place, can_stop=can_stop)
+                print_error(cause.text)
+                next_start = heal(cause) if cause.code else None
+                if next_start is None:
+                    return cause.code
+                restart = next_start
     finally:
         requests.close()
         logging.disable(logging.NOTSET)

@@ -98,7 +98,19 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device = config.trainer.device
-        return ranks.start_ranks(main, world_size, argv, device, can_stop=True, engine=engine, place=place, heal=heal)
+        healing = config.trainer.healing
+        remembers = healing.is_on and healing.memory
+        return ranks.start_ranks(
+            main,
+            world_size,
+            argv,
+            device,
+            can_stop=True,
+            engine=engine,
+            place=place,
+            heal=heal,
+            remembers=remembers,
+        )
     return _run(config, checked, options)
 
 

@@ -71,11 +71,13 @@ class GuardsConfig(Section):
 
 
 class HealingConfig(Section):
-    """After the loss of a rank the launcher starts the ranks again from the newest checkpoint (cli/healing.py)."""
+    """After the loss of a rank the launcher starts the ranks again from its newest state (cli/healing.py)."""
 
     layouts: Literal["auto", "same"] | None = None
     """auto: with fewer devices than ranks in the planner's layout; same: in the config's, with a spare or in place;
     null: the run ends"""
+    memory: Annotated[bool, Needs(".layouts")] = True
+    """keep the state after each step in the host's memory (/dev/shm), with room for two checkpoints"""
     spares: Annotated[int, Needs(".layouts")] = Field(0, ge=0, le=1024)
     """devices of the machine beyond n_gpus_per_node, which replace lost ones"""
 

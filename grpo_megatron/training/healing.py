@@ -6,10 +6,48 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.report.metrics import Metrics, Sinks
-from grpo_megatron.storage.run_files import add_event
+from grpo_megatron.storage.files import check_space
+from grpo_megatron.storage.run_files import add_event, steps_of
+from grpo_megatron.training.checkpoint import Checkpoints
 from grpo_megatron.training.stopping import RESTART_FILE
+
+
+def read_restart() -> dict[str, Any]:
+    """Reads how our launcher has started this rank (Restart of cli/ranks.py); {} under another launcher."""
+    file = os.environ.get(RESTART_FILE)
+    return {} if file is None else json.loads(Path(file).read_text())  # type: ignore[no-any-return]
+
+
+class Mirror:
+    """The state after the last steps in memory, in the files of a checkpoint, which outlive the ranks but not the launcher.
+
+    A step's state is copied to the host after it, written beside the next one, and valid once `poll` finds it written
+    on all ranks. `checkpoints` is None where nothing is mirrored. Building one of states of `size` bytes is collective. Raises
+    RankError on every rank where two have no room.
+    """
+
+    def __init__(self, mesh: Mesh, size: int) -> None:
+        folder, self.checkpoints = read_restart().get("mirror"), None
+        if folder is None:
+            return
+        self.checkpoints = Checkpoints(Path(folder), mesh, 1, "sizes", in_background=True)
+        if not read_restart()["lost_at"]:
+            task = "cannot keep the state in memory; set trainer.healing.memory=false"
+            on_first_rank(mesh, task, lambda: check_space(Path(folder), 2 * size, "the state of two steps"))
+
+    def newer(self, saved: Path | None) -> Path | None:
+        """Returns the newest mirrored state, or `saved` if that has as many steps. Collective."""
+        mirrored = None if self.checkpoints is None else self.checkpoints.newest()
+        return max((path for path in (saved, mirrored) if path is not None), key=steps_of, default=None)
+
+    def poll(self) -> None:
+        """Completes the state that is under way, if all ranks have written it. Collective."""
+        if self.checkpoints is not None:
+            self.checkpoints.poll()
 
 
 class Recovery:
@@ -21,8 +59,7 @@ class Recovery:
     @classmethod
     def of_restart(cls) -> Recovery | None:
         """Call it when all parts are built. None: the ranks of this launcher were not started again."""
-        file = os.environ.get(RESTART_FILE)
-        restart = {} if file is None else json.loads(Path(file).read_text())
+        restart = read_restart()
         return cls(restart["lost_at"], restart["ended_at"]) if restart.get("lost_at") else None
 
     def end(self, step: int, output_dir: Path, metrics: Metrics, sinks: Sinks, *, is_first: bool) -> None:

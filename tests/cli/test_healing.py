@@ -17,6 +17,7 @@ from grpo_megatron.cli.ranks import Restart
 from grpo_megatron.config import Config
 from grpo_megatron.config.problems import Problem
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
+from grpo_megatron.storage.files import MEMORY
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.stopping import HEARTBEAT
 from tests import tiny
@@ -101,7 +102,7 @@ def test_many_losses_without_a_step_and_errors_with_a_remedy_end_the_run(heal: C
 
 
 def test_what_healing_cannot_do_is_refused() -> None:
-    settings = {"nnodes": 2, "save_freq": -1, "healing": {"layouts": "auto"}}
+    settings = {"nnodes": 2, "save_freq": -1, "healing": {"layouts": "auto", "memory": False}}
     rollout = {"placement": "separate", "num_nodes": 1}
     raw = {"model": {"path": "m"}, "trainer": settings, "rollout": rollout}
     problems = list(healing_problems(Config.model_validate(raw)))
@@ -143,24 +144,30 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
     assert Fallbacks(none, read_models(none), GPUS[REFERENCE]).restart(1) is None
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("tp", "memory"), [(1, True), pytest.param(2, False, marks=pytest.mark.soak)])
 def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_has_the_bits_of_the_undisturbed_one(
-    root: Path, tmp_path: Path, tp: int
+    root: Path, tmp_path: Path, tp: int, memory: bool
 ) -> None:
-    """One of two ranks dies in the update of its second step; the other repeats the step from the checkpoint of the first."""
-    healed, undisturbed = tmp_path / "healed", tmp_path / "undisturbed"
-    fault = {"point": "update_actor", "count": 2, "rank": 1, "action": "kill rank"}
-    raw = exact_run(root, healed, 2, tp, healing={"layouts": "auto"})
+    """One of two ranks dies in the update of its third step; the other goes on, from memory or from a checkpoint.
+
+    The state after step 1 is in memory for certain: that after step 2 waits for it.
+    """
+    healed, undisturbed, freq = tmp_path / "healed", tmp_path / "undisturbed", -1 if memory else 1
+    fault = {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"}
+    raw = exact_run(root, healed, 2, tp, healing={"layouts": "auto", "memory": memory}, save_freq=freq)
     code, out, err, survivors = run_command(raw, tmp_path, SOAK_FAULT=json.dumps(fault))
     assert (code, survivors) == (0, []), err
-    assert "rank 1 was ended by SIGKILL" in err and "healing: lost rank 1 after 1 step" in out, out
-    code, _, err, _ = run_command(exact_run(root, undisturbed, 1), tmp_path)
+    assert "rank 1 was ended by SIGKILL" in err and "healing: lost rank 1 after 2 steps" in out, out
+    assert f"resumed from {MEMORY if memory else healed}" in out
+    if memory:  # the folder has gone with the launcher
+        assert not Path(out.partition("resumed from ")[2].partition("/checkpoints")[0]).exists()
+    code, _, err, _ = run_command(exact_run(root, undisturbed, 1, save_freq=freq), tmp_path)
     assert code == 0, err
     names = (*TIMES, "global_seqlen/", "sync/")  # of the ranks
     assert rows_without(healed, names) == rows_without(undisturbed, names)
     assert [row["step"] for row in rows_without(healed)] == [0, 1, 2]
     name = "hf/model.safetensors"
     assert (healed / name).read_bytes() == (undisturbed / name).read_bytes()
-    events = read_events(healed)
-    assert [e["kind"] for e in events if e["kind"] != "failed"] == ["started", "lost", "resumed", "healed", "done"]
-    assert [(e["kind"], e["step"]) for e in events if e["kind"] in ("lost", "healed")] == [("lost", 1), ("healed", 1)]
+    events = [event for event in read_events(healed) if event["kind"] != "failed"]
+    assert [event["kind"] for event in events] == ["started", "lost", "resumed", "healed", "done"]
+    assert events[1]["step"] == 2 and events[3]["step"] in ((1, 2) if memory else (2,))
