@@ -96,7 +96,7 @@ def report_failure(error: Exception) -> int:
     folder = _torchrun_folder()
     report = _describe(error, folder)
     is_written = folder is not None and _write(report, folder)
-    if not is_one_of_several() and LAUNCHER_PID not in os.environ:
+    if not is_one_of_several():
         print_error(report.text)
     elif folder is None:
         if not report.is_expected:
@@ -126,9 +126,14 @@ def is_first() -> bool:
 
 
 def is_one_of_several() -> bool:
-    """Says if this process is a rank of a world that has more."""
+    """Says if this process is a rank that others may be ranks beside: of a larger world, or of our launcher."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
+    return (
+        rank.isdecimal()
+        and size.isdecimal()
+        and int(rank) < int(size)
+        and (int(size) > 1 or LAUNCHER_PID in os.environ)
+    )
 
 
 def is_debugging() -> bool:
@@ -267,10 +272,10 @@ def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lamb
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report. `place(rank)`: what such a rank was doing.
     """
-    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
+    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TO_GROW
 
     failures = error.failures
-    for code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+    for code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_TO_GROW):
         if any(failure.exitcode == code for failure in failures.values()):
             return Cause(code, "")
     reports = []

@@ -18,7 +18,7 @@ from grpo_megatron.cli.ranks import Restart
 from grpo_megatron.config import Config
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
 from grpo_megatron.storage.run_files import add_event
-from grpo_megatron.training.stopping import HEARTBEAT
+from grpo_megatron.training.stopping import EXIT_TO_GROW, HEARTBEAT
 
 if TYPE_CHECKING:
     from grpo_megatron.planning.parameters import RunModels
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RESUME = "trainer.resume_mode=auto"
 MAX_LOSSES = 3  # of the rank on one device; then the device is left out
+GROW_FACTOR = 10  # a lost device is tried again after 1 step, after its second loss after 10
 MAX_FAILURES = 5  # without a finished step in between
 
 
@@ -86,6 +87,8 @@ class Healing:
     def after(self, cause: Cause) -> Restart | None:
         """Returns how the ranks start again; None: the run ends."""
         ended_at, steps_done = time.time(), self._read_steps()
+        if cause.code == EXIT_TO_GROW:
+            return self._use(self._usable())
         if cause.is_final:
             return None
         if steps_done > self.steps_done:
@@ -94,19 +97,33 @@ class Healing:
         self.num_failures += 1
         lost = [self.used[rank] for rank in cause.ranks]
         self.losses.update(lost)
-        usable = sorted((d for d in self.devices if self.losses[d] < MAX_LOSSES), key=lambda d: (self.losses[d], d))
+        usable = self._usable()
         others = [device for device in usable if device not in lost]
         devices = others if self.fallbacks.restart(len(others)) is not None else usable  # the lost ones in their place
-        restart = self.fallbacks.restart(len(devices))
-        problem = self._problem(cause)
-        if restart is None or problem:
+        problem, ranks_before = self._problem(cause), len(self.used)
+        last_sign = min((self._last_sign(rank) for rank in cause.ranks), default=ended_at)
+        restart = None if problem else self._use(devices)
+        if restart is None:
             print(f"healing: not again: {problem or f'no layout for the {len(devices)} devices left'}", flush=True)
             return None
         self.exceptions.add(cause.message)
-        last_sign = min((self._last_sign(rank) for rank in cause.ranks), default=ended_at)
-        self._announce(cause, restart, len(self.used))
+        self._announce(cause, restart, ranks_before)
+        more = self.fallbacks.restart(len(usable))
+        grows = more is not None and more.world_size > restart.world_size
+        grow_after = GROW_FACTOR ** (max(self.losses[d] for d in lost) - 1) if grows else None
+        return restart._replace(lost_at=last_sign, ended_at=ended_at, grow_after=grow_after)
+
+    def _usable(self) -> list[int]:
+        """Lists the devices, those with the fewest losses first."""
+        return sorted((d for d in self.devices if self.losses[d] < MAX_LOSSES), key=lambda d: (self.losses[d], d))
+
+    def _use(self, devices: list[int]) -> Restart | None:
+        """Returns how the ranks start on the first of these devices; None: in no layout."""
+        restart = self.fallbacks.restart(len(devices))
+        if restart is None:
+            return None
         self.used = sorted(devices[: restart.world_size])
-        return restart._replace(devices=self.used, lost_at=last_sign, ended_at=ended_at)
+        return restart._replace(devices=self.used)
 
     def _problem(self, cause: Cause) -> str:
         """Says why the cause is in the program; "": it is not."""

@@ -48,6 +48,7 @@ class Restart(NamedTuple):
     settings: Sequence[str] = ()
     devices: list[int] | None = None  # of the machine, by rank; None: the first ones
     lost_at: float | None = None  # Unix time of the last sign of life of a rank that was lost; None: the first start
+    grow_after: int | None = None  # steps, after which the ranks end for `heal` to start more of them
     ended_at: float = 0.0  # when all ranks had ended
 
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
-from typing import Any
 
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.report.metrics import Metrics, Sinks
 from grpo_megatron.storage.files import check_space
 from grpo_megatron.storage.run_files import add_event, steps_of
 from grpo_megatron.training.checkpoint import Checkpoints
-from grpo_megatron.training.stopping import RESTART_FILE
-
-
-def read_restart() -> dict[str, Any]:
-    """Reads how our launcher has started this rank (Restart of cli/ranks.py); {} under another launcher."""
-    file = os.environ.get(RESTART_FILE)
-    return {} if file is None else json.loads(Path(file).read_text())  # type: ignore[no-any-return]
+from grpo_megatron.training.stopping import read_restart
 
 
 class Mirror:

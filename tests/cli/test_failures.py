@@ -109,6 +109,18 @@ def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return attempt / "1"
 
 
+@pytest.mark.parametrize(("size", "launcher", "several"), [("2", None, True), ("1", None, False), ("1", "5", True)])
+def test_the_only_rank_of_our_launcher_ends_with_its_exit_code(
+    size: str, launcher: str | None, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of several ends its process; the agent would take a forked function's return for success."""
+    monkeypatch.delenv(failures.LAUNCHER_PID, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, failures.LAUNCHER_PID: launcher}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert failures.is_one_of_several() == several
+
+
 def fail(folder: Path) -> failures.FailureReport:
     """Report an error of rank 0, and read it back."""
     assert failures.report_failure(RuntimeError("closed")) == 1

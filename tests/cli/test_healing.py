@@ -19,7 +19,7 @@ from grpo_megatron.config.problems import Problem
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
 from grpo_megatron.storage.files import MEMORY
 from grpo_megatron.storage.run_files import read_events
-from grpo_megatron.training.stopping import HEARTBEAT
+from grpo_megatron.training.stopping import EXIT_TO_GROW, HEARTBEAT
 from tests import tiny
 from tests.soak.soak import make_workspace, run_command, soak_settings
 from tests.stored import TIMES, rows_without
@@ -85,6 +85,17 @@ def test_a_lost_device_is_used_again_where_no_other_is_left_and_not_after_three_
     assert run.after(killed(0)) is None  # device 2 for the third time
 
 
+def test_lost_devices_are_tried_again_after_a_step_and_later_after_ten(heal: Callable[..., Healing]) -> None:
+    run, grown = heal(), Cause(EXIT_TO_GROW, "")
+    for steps in (1, 10):
+        restart = run.after(killed(1))
+        assert restart is not None and (restart.devices, restart.grow_after) == ([0, 2], steps)
+        restart = run.after(grown)
+        assert restart is not None and (restart.devices, restart.grow_after) == ([0, 1, 2, 3], None)
+    restart = run.after(killed(1))  # for the third time
+    assert restart is not None and (restart.devices, restart.grow_after) == ([0, 2], None)
+
+
 def test_the_same_exception_twice_without_a_step_ends_the_run(heal: Callable[..., Healing], tmp_path: Path) -> None:
     run = heal()
     assert devices(run.after(raised("KeyError"))) == [0, 1, 2, 3]  # nobody is lost
@@ -122,7 +133,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exact_run(root: Path, output: Path, ranks: int, tp: int = 1, **trainer: Any) -> dict[str, Any]:
-    raw = soak_settings(root, output, 3, engine="transformers")
+    raw = soak_settings(root, output, 4, engine="transformers")
     raw["model"]["exact"] = True
     del raw["algorithm"]
     raw["trainer"] |= {"n_gpus_per_node": ranks, "save_freq": 1, "test_freq": -1, **trainer}
@@ -145,15 +156,16 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
 
 
 @pytest.mark.parametrize(("tp", "memory"), [(1, True), pytest.param(2, False, marks=pytest.mark.soak)])
-def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_has_the_bits_of_the_undisturbed_one(
+def test_a_run_that_loses_a_rank_goes_on_with_fewer_grows_again_and_has_the_bits_of_the_undisturbed_one(
     root: Path, tmp_path: Path, tp: int, memory: bool
 ) -> None:
-    """One of two ranks dies in the update of its third step; the other goes on, from memory or from a checkpoint.
+    """One of two ranks dies in the update of its third step; one makes a step, from memory or a checkpoint; then two go on.
 
     The state after step 1 is in memory for certain: that after step 2 waits for it.
     """
     healed, undisturbed, freq = tmp_path / "healed", tmp_path / "undisturbed", -1 if memory else 1
     fault = {"point": "update_actor", "count": 3, "rank": 1, "action": "kill rank"}
+    fault["once"] = str(tmp_path / "killed")
     raw = exact_run(root, healed, 2, tp, healing={"layouts": "auto", "memory": memory}, save_freq=freq)
     code, out, err, survivors = run_command(raw, tmp_path, SOAK_FAULT=json.dumps(fault))
     assert (code, survivors) == (0, []), err
@@ -165,9 +177,10 @@ def test_a_run_that_loses_a_rank_goes_on_with_fewer_and_has_the_bits_of_the_undi
     assert code == 0, err
     names = (*TIMES, "global_seqlen/", "sync/")  # of the ranks
     assert rows_without(healed, names) == rows_without(undisturbed, names)
-    assert [row["step"] for row in rows_without(healed)] == [0, 1, 2]
+    assert [row["step"] for row in rows_without(healed)] == [0, 1, 2, 3]
     name = "hf/model.safetensors"
     assert (healed / name).read_bytes() == (undisturbed / name).read_bytes()
     events = [event for event in read_events(healed) if event["kind"] != "failed"]
-    assert [event["kind"] for event in events] == ["started", "lost", "resumed", "healed", "done"]
+    kinds = ["started", "lost", "resumed", "healed", "grown", "resumed", "done"]
+    assert [event["kind"] for event in events] == kinds
     assert events[1]["step"] == 2 and events[3]["step"] in ((1, 2) if memory else (2,))
