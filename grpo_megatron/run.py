@@ -53,6 +53,7 @@ from grpo_megatron.training.colocation import build_export, build_policy
 from grpo_megatron.training.correction import Correction, build_loss
 from grpo_megatron.training.dump import metric_parts, metric_values
 from grpo_megatron.training.guards import Guards
+from grpo_megatron.training.healing import Mirror
 from grpo_megatron.training.output_folder import OutputFolder, record_config
 from grpo_megatron.training.placement import build_placement, join_world, with_engine_sequences
 from grpo_megatron.training.remote_teacher import without_failed
@@ -126,12 +127,14 @@ class Run:
         inputs = (*inputs, *config.teacher_paths)
         self.folder = self._opened.enter_context(OutputFolder(trainer, self.mesh, inputs))
         self.heartbeat = self._opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
+        size = checkpoint_bytes(checked.arch, config.model.dtype, config.actor.lora)
         if trainer.save_freq != -1:
-            self.folder.check_space(checkpoint_bytes(checked.arch, config.model.dtype, config.actor.lora))
+            self.folder.check_space(size)
         keep, verify = trainer.max_actor_ckpt_to_keep, trainer.verify_checkpoints
         self.checkpoints = Checkpoints(trainer.output_dir, self.mesh, keep, verify, in_background=trainer.async_save)
         self.heartbeat.is_flushing = lambda: self.checkpoints.pending is not None
-        self.resumed_from = self.checkpoints.newest() if trainer.resume_mode == "auto" else None
+        self.mirror = Mirror(self.mesh, size)
+        self.resumed_from = self.mirror.newer(self.checkpoints.newest()) if trainer.resume_mode == "auto" else None
         self.changed_keys = [] if self.resumed_from is None else check_resume(self.resumed_from, config)
         self.first_step = self.step = 0 if self.resumed_from is None else steps_of(self.resumed_from)
         self.inputs = None

@@ -16,7 +16,9 @@ from grpo_megatron.report.console import Summary
 from grpo_megatron.report.step import StepReport
 from grpo_megatron.run import Run
 from grpo_megatron.sampling.collector import numbered_samples
+from grpo_megatron.training.checkpoint import Checkpoints
 from grpo_megatron.training.guards import GuardStop
+from grpo_megatron.training.healing import Recovery
 from grpo_megatron.training.profiler import Profiler
 from grpo_megatron.training.stopping import Stopped, Stopping
 from grpo_megatron.training.trace import Trace
@@ -48,6 +50,7 @@ class Trainer:
             self.validation_loss = build_validation_loss(run.effective, run.checked, run.policy, run.references)
             self.report = StepReport(run.effective, run.checked.tokenizer, run.policy, run.sinks, run.guards)
             self.summary = Summary(self.output_dir, run.effective if run.checked.scored_folder is None else None)
+            self.recovery = Recovery.of_restart()
             self.stopping = Stopping(run.config.trainer, run.mesh, run.folder.lock)
             self.profiler = None
             if profiled is not None:
@@ -88,11 +91,13 @@ class Trainer:
                 with run.rollout(step):  # weights into the engine, checked; engine awake
                     self.validate(step)  # held-out problems, when due
                     samples = self.collect(step)  # prompts -> samples -> rewards
+                run.mirror.poll()  # the state after the step before is written by now
                 batch = run.batch(samples)  # rewards on every rank, who trains on what, log-probabilities, advantages
                 self.update(step, batch)  # forward_backward and optim_step for every mini-batch; the critic
                 self.end_iteration(step)  # the reward model learns from the iteration's samples
             self.log(step, samples, batch)  # before the save: no checkpoint has a step that was not logged
             self.save(step + 1)
+            self.remember(step + 1)
             self.stopping.after(step + 1, self.save_at_once)
 
     def begin_iteration(self, step: int) -> None:
@@ -123,6 +128,10 @@ class Trainer:
 
     def collect(self, step: int) -> list[Sample]:
         """Returns this rank's samples of the step, of weights that were attested."""
+        if self.recovery is not None:
+            run = self.parts
+            self.recovery.end(step, self.output_dir, self.metrics, run.sinks, is_first=run.mesh.rank == 0)
+            self.recovery = None
         groups = self.collector.groups(step, self.config.data.train_batch_size, self.metrics)
         samples = numbered_samples(groups)
         if self.config.algorithm.source != "file":
@@ -161,13 +170,22 @@ class Trainer:
             with self.metrics.phase("save_checkpoint"):
                 checkpoints.poll()
 
+    def remember(self, steps_done: int) -> None:
+        """Copy the state for the memory that outlives the ranks, where there is one."""
+        if self.parts.mirror.checkpoints is not None:
+            with self.metrics.phase("mirror"):
+                self._save_in(self.parts.mirror.checkpoints, steps_done)
+
     def save_now(self, steps_done: int) -> Path:
         """Save the state after `steps_done` steps; returns its folder. Collective."""
+        if self.parts.trace is not None:
+            self.parts.trace.saved(steps_done)
+        return self._save_in(self.parts.checkpoints, steps_done)
+
+    def _save_in(self, checkpoints: Checkpoints, steps_done: int) -> Path:
         run = self.parts
-        if run.trace is not None:
-            run.trace.saved(steps_done)
         state = {"collector": self.collector.state(), **run.state()}
-        return run.checkpoints.save(steps_done, run.policy, self.config, state, run.trained)
+        return checkpoints.save(steps_done, run.policy, self.config, state, run.trained)
 
     def save_at_once(self, steps_done: int) -> Path:
         """Save, and wait until the checkpoint is complete."""

@@ -44,6 +44,20 @@ def placement_problems(config: Config, world_size: int) -> Problems:
         )
 
 
+def healing_problems(config: Config) -> Problems:
+    """Checks what `trainer.healing` cannot do."""
+    k, trainer = keys_of(config), config.trainer
+    if not trainer.healing.is_on:
+        return
+    key = f"{k.trainer.healing.layouts}"
+    if trainer.nnodes > 1:
+        yield f"{key} with {k.trainer.nnodes}: one launcher starts the ranks of one machine; leave it out"
+    if config.num_rollout_ranks:
+        yield f"{key} with {k.rollout.placement}: ranks of two roles cannot change their numbers; leave it out"
+    if trainer.save_freq == -1 and not trainer.healing.memory:
+        yield f"{key} with {k.trainer.save_freq} and {k.trainer.healing.memory}: no state is kept; set save_freq=1 or more"
+
+
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models

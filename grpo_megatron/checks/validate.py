@@ -256,6 +256,7 @@ def _is_run(v: Validation) -> bool:
 CHECKS = (  # in the order in which problems are found
     Check("placement", lambda v: layout.placement_problems(v.config, v.world_size)),
     Check("world", lambda v: world_problems(v.config, v.training, v.arch), needs=("placement",)),
+    Check("healing", lambda v: layout.healing_problems(v.config)),
     Check("experts", lambda v: layout.engine_expert_problems(v.config, v.arch)),
     Check("routes", lambda v: layout.route_problems(v.config, v.arch), "actor.moe.route_replay"),
     Check("override", lambda v: transformer_problems(v.config.at(OVERRIDES)), OVERRIDES),
@@ -357,6 +358,33 @@ def validate(
             flush=True,
         )
     return checked
+
+
+OF_LAYOUT = (  # checks whose result depends on the layout
+    *(
+        "placement",
+        "world",
+        "experts",
+        "routes",
+        "override",
+        "family",
+        "vision",
+        "lora",
+        "batches",
+        "precision",
+        "exact",
+    ),
+    *("engine", "models beside"),
+)
+
+
+def layout_problems(config: Config, world_size: int) -> list[Problem]:
+    """Returns what is wrong with the layout of a config whose other keys are right."""
+    validation = Validation(config, world_size, RunStart(), dry_run=True, elsewhere=False, rehearsed=False)
+    for check in CHECKS:
+        if check.name in OF_LAYOUT:
+            validation.run(check)
+    return validation.problems.problems
 
 
 def check_alone(config: Config) -> Checked:

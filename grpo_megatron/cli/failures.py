@@ -15,6 +15,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.untrusted import cut, visible
@@ -33,6 +34,7 @@ PF_EXITING = 0x4  # include/linux/sched.h: the kernel sets this flag before it c
 ENDED_BY_AGENT = (-signal.SIGTERM, 128 + signal.SIGTERM)  # by default, and where training/stopping.py listens
 END_FILE = "end"  # in the launcher's folder: written before it ends all ranks
 AGENT_S = 60.0  # the agent needs about 0.1 s to find a dead rank; the limit is for an agent that never does
+LOST_CONNECTION = re.compile("^(DistBackendError|DistNetworkError):|gloo/transport/")  # NCCL's errors, and gloo's
 MAX_LINE, MAX_LINES = 2000, 200  # of an expected error: a value from a file may have megabytes
 SRUN_S = 2.0  # srun --kill-on-bad-exit needs this time to end the ranks that would only report symptoms
 
@@ -48,6 +50,19 @@ class FailureReport:
     is_expected: bool
     is_symptom: bool  # another rank of this machine had died before
     time_ns: int  # of the monotonic clock, which all processes of a machine share
+    is_loss: bool = False  # a rank has stalled, or a connection was lost
+    ranks: tuple[int, ...] = ()  # the lost ones, where they are known
+
+
+class Cause(NamedTuple):
+    """Why the ranks have ended, for the user and for healing (cli/healing.py)."""
+
+    code: int  # exit code of the run
+    text: str  # "": nothing to report
+    is_loss: bool = False  # a rank was lost; the program is not to blame
+    ranks: tuple[int, ...] = ()  # the lost ones, where they are known
+    is_final: bool = True  # the user has to do something, or has asked for the end
+    message: str = ""  # the exception in one line
 
 
 # -- in a rank ---------------------------------------------------------------------------------------------------------
@@ -82,12 +97,12 @@ def report_failure(error: Exception) -> int:
     report = _describe(error, folder)
     is_written = folder is not None and _write(report, folder)
     if not is_one_of_several():
-        _print(report.text)
+        print_error(report.text)
     elif folder is None:
         if not report.is_expected:
             time.sleep(SRUN_S)
         if report.code != 2 or report.rank == 0:
-            _print(report.text)
+            print_error(report.text)
     else:
         if report.is_symptom:
             time.sleep(AGENT_S)
@@ -111,9 +126,14 @@ def is_first() -> bool:
 
 
 def is_one_of_several() -> bool:
-    """Says if this process is a rank of a world that has more."""
+    """Says if this process is a rank that others may be ranks beside: of a larger world, or of our launcher."""
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    return rank.isdecimal() and size.isdecimal() and int(rank) < int(size) > 1
+    return (
+        rank.isdecimal()
+        and size.isdecimal()
+        and int(rank) < int(size)
+        and (int(size) > 1 or LAUNCHER_PID in os.environ)
+    )
 
 
 def is_debugging() -> bool:
@@ -152,6 +172,8 @@ def _describe(error: Exception, folder: Path | None) -> FailureReport:
         is_expected=is_expected,
         is_symptom=folder is not None and _has_dead_rank(folder.parent),
         time_ns=time.monotonic_ns(),
+        is_loss=getattr(error, "is_loss", False) or bool(LOST_CONNECTION.search(f"{type(error).__name__}: {error}")),
+        ranks=tuple(getattr(error, "ranks", ())),
     )
 
 
@@ -196,14 +218,14 @@ def _print_once(text: str, file: Path) -> None:
         with file.open("a") as shared:
             fcntl.flock(shared, fcntl.LOCK_EX)
             if os.fstat(shared.fileno()).st_size == 0:
-                _print(text)
+                print_error(text)
                 shared.write("yes\n")
                 shared.flush()
     except OSError:
-        _print(text)
+        print_error(text)
 
 
-def _print(text: str) -> None:
+def print_error(text: str) -> None:
     """Prints in one write, so that lines of several processes do not mix."""
     sys.stderr.write(text)
     sys.stderr.flush()
@@ -244,18 +266,18 @@ def last_place(output_dir: Path, rank: int) -> str:
     return ""
 
 
-def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lambda rank: "") -> int:
-    """Print why the run has failed, after all ranks have ended; returns the exit code.
+def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lambda rank: "") -> Cause:
+    """Finds why the run has failed, after all ranks have ended.
 
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report. `place(rank)`: what such a rank was doing.
     """
-    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED
+    from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TO_GROW
 
     failures = error.failures
-    for code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+    for code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_TO_GROW):
         if any(failure.exitcode == code for failure in failures.values()):
-            return code
+            return Cause(code, "")
     reports = []
     for file in folder.rglob("error.json"):
         with contextlib.suppress(OSError, ValueError, KeyError):  # torch's own report, of an error outside this program
@@ -268,16 +290,18 @@ def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lamb
         rank = min(silent, key=lambda rank: (failures[rank].exitcode in ENDED_BY_AGENT, rank))
         code = int(failures[rank].exitcode)
         if code >= 0:
-            _print(f"error: rank {rank}{place(rank)} ended with exit code {code} and gave no reason\n")
-            return code
+            return Cause(
+                code,
+                f"error: rank {rank}{place(rank)} ended with exit code {code} and gave no reason\n",
+                is_final=False,
+            )
         name = failures[rank].signal_name()
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
-        _print(f"error: rank {rank}{place(rank)} was ended by {name}{hint}\n")
-        return 128 - code
+        text = f"error: rank {rank}{place(rank)} was ended by {name}{hint}\n"
+        return Cause(128 - code, text, is_loss=True, ranks=(rank,), is_final=False)
     reason = (reasons or reports)[0]
-    text = reason.text
+    text, first_line = reason.text, reason.message.partition("\n")[0]
     if not reason.is_expected:
-        first_line = reason.message.partition("\n")[0]
         text += f"error: rank {reason.rank}: {first_line} (its traceback is above)\n"
-    _print(text)
-    return reason.code
+    is_final = reason.is_expected and not reason.is_loss
+    return Cause(reason.code, text, reason.is_loss, tuple(reason.ranks), is_final=is_final, message=first_line)

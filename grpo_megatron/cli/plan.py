@@ -22,6 +22,7 @@ from grpo_megatron.checks.components import sources_of
 from grpo_megatron.checks.machine import NO_DEVICE, device_problems, package_problems
 from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
+from grpo_megatron.cli.healing import Fallbacks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problem, written
 from grpo_megatron.data.sampler import Mixture
@@ -148,6 +149,7 @@ def plan_page(
         cache=cache,
         machine=machine,
         work=work,
+        healing=_rows(Fallbacks(config, models, machine.gpu).lines()) if config.trainer.healing.is_on else "",
         seconds=None if fitted is None else estimated(fitted, work, machine, **roles).seconds,
         warnings="\n".join(line for warning in warnings for line in wrapped_item(warning, width - 2)),
         counted=counted,

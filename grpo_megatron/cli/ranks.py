@@ -6,27 +6,50 @@ With GPUs each rank is a new program. On CPU the ranks are forked from a server 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from grpo_megatron.cli.failures import END_FILE, LAUNCHER_PID, explain_failure, has_started, is_first
+from grpo_megatron.cli.failures import (
+    END_FILE,
+    LAUNCHER_PID,
+    Cause,
+    explain_failure,
+    has_started,
+    is_first,
+    print_error,
+)
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
-from grpo_megatron.storage.files import folder_until_exit, private_folder, write_file
+from grpo_megatron.storage.files import MEMORY, folder_until_exit, private_folder, write_file
 
+RESTART_NAME = "restart.json"  # a file in the launcher's folder: a Restart
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
+MAX_DEVICES = 1024  # of a machine
 SHUTDOWN_S = 10  # seconds from SIGTERM to SIGKILL for a rank that cannot end itself
 PRELOADED_ENGINE = "GRPO_MEGATRON_PRELOADED_ENGINE"  # in the environment of the fork server: the engine that it imports
 # A rank that is ended leaves semaphores (tqdm's lock). Python's resource tracker removes them, and would warn of it.
 QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
+
+
+class Restart(NamedTuple):
+    """How the ranks start: how many, with which settings beside those of the command line."""
+
+    world_size: int
+    settings: Sequence[str] = ()
+    devices: list[int] | None = None  # of the machine, by rank; None: the first ones
+    lost_at: float | None = None  # Unix time of the last sign of life of a rank that was lost; None: the first start
+    grow_after: int | None = None  # steps, after which the ranks end for `heal` to start more of them
+    ended_at: float = 0.0  # when all ranks had ended
 
 
 def is_on_cpu(device: str) -> bool:
@@ -73,52 +96,87 @@ def start_ranks(
     can_stop: bool = False,
     engine: str | None = "vllm",
     place: Callable[[int], str] = lambda rank: "",
+    heal: Callable[[Cause], Restart | None] = lambda cause: None,
+    remembers: bool = False,
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
     On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
     ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
+    `heal` says after a failure how the ranks start again; None: not at all. `remembers`: they share a folder in memory.
     """
+    from grpo_megatron.parallel.control import register_local_rendezvous
+
+    register_local_rendezvous()
+    if not can_stop:  # `train` has announced it before its checks
+        announce_start(world_size, engine)
+    logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure finds the reason
+    if is_on_cpu(device):
+        start_fork_server(engine)
+    os.environ[LAUNCHER_PID] = str(os.getpid())
+    requests = _Requests(can_stop)
+    restart, visible = Restart(world_size), os.environ.get("CUDA_VISIBLE_DEVICES")
+    memory = private_folder(MEMORY) if remembers else contextlib.nullcontext(None)
+    try:
+        with memory as mirror:
+            while True:
+                with private_folder() as folder:
+                    requests.pass_on(folder)
+                    write_file(
+                        folder / RESTART_NAME, json.dumps({**restart._asdict(), "mirror": mirror and str(mirror)})
+                    )
+                    if restart.devices is not None and not is_on_cpu(device):
+                        names = visible.split(",") if visible else range(MAX_DEVICES)
+                        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in restart.devices)
+                    cause = _run_ranks(main, restart.world_size, argv, device, folder, place, can_stop=can_stop)
+                print_error(cause.text)
+                next_start = heal(cause) if cause.code else None
+                if next_start is None:
+                    return cause.code
+                restart = next_start
+    finally:
+        requests.close()
+        logging.disable(logging.NOTSET)
+        del os.environ[LAUNCHER_PID]
+
+
+def _run_ranks(
+    main: Callable[[list[str]], int],
+    world_size: int,
+    argv: list[str],
+    device: str,
+    folder: Path,
+    place: Callable[[int], str],
+    *,
+    can_stop: bool,
+) -> Cause:
+    """Starts the ranks once, with their files in `folder`, and waits until all have ended."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
-    from grpo_megatron.parallel.control import BACKEND, register_local_rendezvous
+    from grpo_megatron.parallel.control import BACKEND
 
-    if not can_stop:  # `train` has announced it before its checks
-        announce_start(world_size, engine)
-    logging.disable(logging.ERROR)  # of torchrun's agent: explain_failure prints the reason
-    if is_on_cpu(device):
-        start_fork_server(engine)
-    os.environ[LAUNCHER_PID] = str(os.getpid())
-    with private_folder() as folder:
-        register_local_rendezvous()
-        settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
-        arguments = [f"--{name}={value}" for name, value in settings.items()]
-        launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
-        launch.shutdown_timeout = SHUTDOWN_S
-        if can_stop:
-            launch.signals_to_handle = "SIGHUP,SIGQUIT"
-        before = _handle_requests(folder) if can_stop else {}
-        try:
-            with awaited("starting the ranks, which import libraries", True, is_over=lambda: has_started(folder)):
-                if is_on_cpu(device):
-                    launch.start_method = "forkserver"
-                    elastic_launch(launch, main)(argv)
-                else:
-                    elastic_launch(launch, program)(*options)
-        except ChildFailedError as error:
-            return explain_failure(error, folder, place)
-        except SignalException as error:
-            print("interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            logging.disable(logging.NOTSET)
-            del os.environ[LAUNCHER_PID]
-    return 0
+    settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
+    arguments = [f"--{name}={value}" for name, value in settings.items()]
+    launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
+    launch.shutdown_timeout = SHUTDOWN_S
+    if can_stop:
+        launch.signals_to_handle = "SIGHUP,SIGQUIT"
+    try:
+        with awaited("starting the ranks, which import libraries", True, is_over=lambda: has_started(folder)):
+            if is_on_cpu(device):
+                launch.start_method = "forkserver"
+                elastic_launch(launch, main)(argv)
+            else:
+                elastic_launch(launch, program)(*options)
+    except ChildFailedError as error:
+        return explain_failure(error, folder, place)
+    except SignalException as error:
+        ending = "interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}"
+        return Cause(128 + error.sigval, f"{ending}\n")
+    return Cause(0, "")
 
 
 def announce_start(world_size: int, engine: str | None, *, checks: bool = False) -> None:
@@ -130,35 +188,59 @@ def announce_start(world_size: int, engine: str | None, *, checks: bool = False)
     print(f"{action} {ranks}: {parts}; {expected}", flush=True)
 
 
-def _handle_requests(folder: Path) -> dict[int, Any]:
-    """Handle the signals that ask the run to stop, in the launcher; returns the handlers from before."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+class _Requests:
+    """Handles the signals that ask the run to stop, in the launcher. A request outlasts the ranks that it was made to."""
 
-    from grpo_megatron.training.stopping import ANNOUNCEMENT, REQUESTS
+    def __init__(self, handles: bool) -> None:
+        from grpo_megatron.training.stopping import REQUESTS
 
-    received: list[str] = []
+        self._folder: Path | None = None  # of the ranks that run
+        self._received: list[str] = []
+        self._before = {number: signal.signal(number, self._handle) for number in REQUESTS} if handles else {}
 
-    def handle(number: int, frame: object) -> None:
+    def pass_on(self, folder: Path) -> None:
+        """Passes requests on to the ranks of `folder`, from now on and those from before."""
+        self._folder = folder
+        if self._received:
+            write_file(folder / STOP_NAME, self._received[0])
+
+    def _handle(self, number: int, frame: object) -> None:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+
+        from grpo_megatron.training.stopping import ANNOUNCEMENT
+
         name = signal.Signals(number).name
-        received.append(name)  # first: the next signal may come while this one is handled
-        if len(received) == 1:
+        self._received.append(name)  # first: the next signal may come while this one is handled
+        assert self._folder is not None, "pass_on was called"
+        if len(self._received) == 1:
             os.write(2, ANNOUNCEMENT.format(name).encode())  # print could have been interrupted itself
-            write_file(folder / STOP_NAME, name)
+            with contextlib.suppress(OSError):  # between two starts of the ranks: `pass_on` writes it
+                write_file(self._folder / STOP_NAME, name)
             return
-        (folder / END_FILE).touch()
+        with contextlib.suppress(OSError):
+            (self._folder / END_FILE).touch()
         raise SignalException(f"ended by {name}", signal.Signals(number))
 
-    return {number: signal.signal(number, handle) for number in REQUESTS}
+    def close(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
 
 def join_launcher() -> None:
     """Ties a rank to its launcher: it dies with it, and finds its files."""
     from grpo_megatron.parallel.control import STORE_FILE
-    from grpo_megatron.training.stopping import STOP_FILE
+    from grpo_megatron.training.stopping import RESTART_FILE, STOP_FILE
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:
         os.environ |= {STORE_FILE: str(folder / "store"), STOP_FILE: str(folder / STOP_NAME)}
+        os.environ[RESTART_FILE] = str(folder / RESTART_NAME)
+
+
+def settings_of_restart() -> list[str]:
+    """Lists the settings with which a rank of our launcher was started again after a loss; [] otherwise."""
+    folder = launcher_folder()
+    return [] if folder is None else json.loads((folder / RESTART_NAME).read_text())["settings"]
 
 
 def launcher_folder() -> Path | None:

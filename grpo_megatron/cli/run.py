@@ -26,6 +26,7 @@ from grpo_megatron.cli.config_file import (
     reward_defaults,
     with_other_mistakes,
 )
+from grpo_megatron.cli.healing import build_healing
 from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
@@ -60,9 +61,8 @@ def train(options: RunOptions, argv: list[str], main: Main) -> int:
 
 
 def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
-    config = load_config(
-        options.config, options.settings, reward_defaults if isinstance(options, TrainRewardOptions) else None
-    )
+    settings = [*options.settings, *ranks.settings_of_restart()]
+    config = load_config(options.config, settings, reward_defaults if isinstance(options, TrainRewardOptions) else None)
     if isinstance(options, PlanOptions) and options.search:
         return _print_search(config, options)
     is_rank, by_epochs = "RANK" in os.environ, config.trainer.total_epochs is not None
@@ -79,7 +79,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         return 0
     ranks.prepare_environment(config.trainer.device)
     set_determinism_variables(config)
-    starts_ranks = _starts_ranks(options, world_size)
+    starts_ranks = _starts_ranks(options, config, world_size)
     if not is_rank or (os.environ.get("LOCAL_RANK") == "0" and failures.LAUNCHER_PID not in os.environ):
         remove_leftovers()  # our launcher cleans up for its ranks
     if not is_rank:
@@ -94,10 +94,23 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if by_epochs and _has_nothing_to_do(config):
         return 0
     if starts_ranks:
+        heal = build_healing(config, checked.models)
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device = config.trainer.device
-        return ranks.start_ranks(main, world_size, argv, device, can_stop=True, engine=engine, place=place)
+        healing = config.trainer.healing
+        remembers = healing.is_on and healing.memory
+        return ranks.start_ranks(
+            main,
+            world_size,
+            argv,
+            device,
+            can_stop=True,
+            engine=engine,
+            place=place,
+            heal=heal,
+            remembers=remembers,
+        )
     return _run(config, checked, options)
 
 
@@ -107,15 +120,16 @@ def _world_size(config: Config) -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
-def _starts_ranks(options: RunOptions, world_size: int) -> bool:
+def _starts_ranks(options: RunOptions, config: Config, world_size: int) -> bool:
     """Says if this process starts the ranks of its machine, and is none itself."""
-    return "RANK" not in os.environ and not options.dry_run and world_size > 1
+    is_rank = "RANK" in os.environ
+    return not is_rank and not options.dry_run and (world_size > 1 or config.trainer.healing.is_on)
 
 
 def _validate(options: RunOptions, argv: list[str], config: Config, *, wrong_keys: Collection[str] = ()) -> Checked:
     """Raises ConfigError with all problems, those of the command line too."""
     world_size = options.world_size or _world_size(config)
-    failures.quieten("RANK" in os.environ, _starts_ranks(options, world_size))
+    failures.quieten("RANK" in os.environ, _starts_ranks(options, config, world_size))
     with awaited("importing libraries", not options.dry_run and failures.is_first()), large_imports():
         from grpo_megatron.checks.validate import RunStart, validate  # torch too: the file is known to be well-formed
     device = None if options.gpu is None else options.gpu.usable_bytes
@@ -163,7 +177,7 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
         if problem := resolved_problem(options.resolved_config):
             yield problem
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if _starts_ranks(options, world_size) and nodes > 1:
+    if _starts_ranks(options, config, world_size) and nodes > 1:
         yield (
             f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes}"
             f" start\n  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint"

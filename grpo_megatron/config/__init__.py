@@ -44,7 +44,7 @@ from grpo_megatron.config.reward import (
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import Needs, Section
 from grpo_megatron.config.teachers import HAS_TEACHERS, DistillationConfig, TeacherConfig
-from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, TrainerConfig
+from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, HealingConfig, TrainerConfig
 from grpo_megatron.untrusted import redacted
 
 

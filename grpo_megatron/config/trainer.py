@@ -70,6 +70,22 @@ class GuardsConfig(Section):
     """batches written to output_dir/dumps, with the weights, each time the run is started"""
 
 
+class HealingConfig(Section):
+    """After the loss of a rank the launcher starts the ranks again from its newest state (cli/healing.py)."""
+
+    layouts: Literal["auto", "same"] | None = None
+    """auto: with fewer devices than ranks in the planner's layout; same: in the config's, with a spare or in place;
+    null: the run ends"""
+    memory: Annotated[bool, Needs(".layouts")] = True
+    """keep the state after each step in the host's memory (/dev/shm), with room for two checkpoints"""
+    spares: Annotated[int, Needs(".layouts")] = Field(0, ge=0, le=1024)
+    """devices of the machine beyond n_gpus_per_node, which replace lost ones"""
+
+    @property
+    def is_on(self) -> bool:
+        return self.layouts is not None
+
+
 class TrainerConfig(Section):
     """The run itself: steps, ranks, files, saving, stopping, logging."""
 
@@ -130,5 +146,6 @@ class TrainerConfig(Section):
     """seconds after which a collective fails"""
     stall_timeout_s: Seconds | None = 35.0
     """then a rank that is silent or idle ends the run; null: never"""
+    healing: HealingConfig = HealingConfig()
     peak_tflops: float | None = Field(None, gt=0)
     """TFLOP/s of one device, for MFU; null: by device name, if known"""

@@ -41,6 +41,8 @@ class RankError(RuntimeError):
 class LostRank(RankError):
     """A rank that has died, or its lost connection. No collective can succeed any more."""
 
+    is_loss = True  # not a fault of the program
+
 
 class Hop(NamedTuple):
     """One round of one rank. None: it sends, or receives, nothing. The content is pickled."""

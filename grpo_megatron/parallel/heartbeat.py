@@ -41,6 +41,12 @@ SAVE_FACTOR = 10
 class StalledRank(RankError):
     """At least one rank that does not go on, so that the run cannot. Names rank, node, phase and step."""
 
+    is_loss = True  # not a fault of the program
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -357,7 +363,8 @@ class Heartbeat:
             late = behind(beats)
             who = "; ".join(f"{beat.name} is still in {beat.place}, {beat.where}" for beat in late)
             text = f"a collective has timed out (trainer.timeout_s): {who or 'all ranks are in the same phase'}"
-            raise StalledRank(f"{text}\n" + "".join(f"  {line}\n" for line in table(beats).splitlines())) from error
+            text += "\n" + "".join(f"  {line}\n" for line in table(beats).splitlines())
+            raise StalledRank(text, [beat.rank for beat in late]) from error
 
     def __enter__(self) -> Heartbeat:
         if not (bridge := self.mesh.bridge) or not bridge.samples_only:
@@ -479,7 +486,8 @@ class Heartbeat:
             lines = [self._described(beat, silent.get(beat.rank)) for beat in stalled]
             lines.append(f"  what every rank was doing, and the stacks of its threads: {folder}")
             (folder / "report.txt").write_text("\n".join(lines) + "\n\n" + table(list(watch.beats.values())))
-            json.dump({"by": self.mesh.run_rank, "folder": folder.name, "silent": sorted(silent), "lines": lines}, file)
+            who = {"by": self.mesh.run_rank, "silent": sorted(silent), "ranks": [beat.rank for beat in stalled]}
+            json.dump({**who, "folder": folder.name, "lines": lines}, file)
         add_event(self.output_dir, "stalled", self.step, "\n".join(lines))
 
     def _described(self, beat: Beat, silent_s: float | None) -> str:
@@ -505,7 +513,7 @@ class Heartbeat:
         # The rank that has announced it ends first, after the other ranks have seen it and written their stacks.
         is_first = self.mesh.run_rank == announced["by"]
         time.sleep((self.period_s + STACKS_S) * (1 if is_first else 3))
-        code = _report[-1](StalledRank("\n".join(announced["lines"])))
+        code = _report[-1](StalledRank("\n".join(announced["lines"]), announced["ranks"]))
         # A stopped process does not react to SIGTERM, and torchrun's agent would wait for it. After the report: the death
         # of a rank before it would look like the reason.
         for beat in silent:

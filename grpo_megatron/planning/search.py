@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +168,33 @@ def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> I
         for values in itertools.product(smaller, *switches):
             changes: dict[str, Any] = dict(zip(names, values, strict=True))
             yield replace(shape, **changes)
+
+
+# -- The layout for fewer ranks, after a loss (trainer.healing) --------------------------------------------------------
+
+
+def fallback_layout(
+    config: Config, models: RunModels, gpu: Gpu, most: int, refuses: Callable[[Config, int], object]
+) -> tuple[int, PlannedLayout] | None:
+    """Returns the layout for at most `most` ranks, with its number of ranks: the fastest by the estimate; None: none fits.
+
+    Of each number of ranks, down to half of `most`, it is the layout nearest to the config's, which may be the same keys:
+    the engine's memory, micro-batches and switches stay as they were. `refuses(config, ranks)`: further rules.
+    """
+    now, work = Layout.of(config), Workload.of(config, models)
+    found = []
+    for ranks in range(most, most // 2, -1):
+        machine = PlannedMachine(gpu, ranks, min(config.trainer.n_gpus_per_node, ranks))
+        candidates = sorted(_candidates(config, models, machine), key=lambda layout: layout.distance(now))
+        for layout in candidates[:LARGEST_SEARCH]:
+            too_many = layout.replicas(ranks) > work.samples * work.epochs / work.updates
+            if too_many or (work.generates and ranks // layout.rollout_tp > work.samples):
+                continue
+            fit = proposed_fit(layout.applied(config), models, ranks, gpu.usable_bytes)
+            if fit.has_margin and not refuses(fit.layout.applied(config), ranks):
+                found.append((ranks, estimated(fit, work, machine)))
+                break
+    return min(found, key=lambda planned: planned[1].seconds.step, default=None)
 
 
 # -- All layouts -------------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ class Sinks(Sink):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if error is not None and self._output_dir is not None:
             events = read_events(self._output_dir)
-            if not events or events[-1]["kind"] not in ("stopped", "done"):  # it did not end on request
+            if not events or events[-1]["kind"] not in ("stopped", "done", "grown"):  # it did not end on request
                 add_event(self._output_dir, "failed", None, f"{type(error).__name__}: {error}")
         self.close()
 

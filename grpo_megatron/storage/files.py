@@ -386,13 +386,17 @@ def _is_of_this_job(holder: str) -> bool:
 # Each is locked. One that a killed launcher has left is removed at the next start: only this user's, and only after MIN_AGE_S.
 
 PREFIX = "grpo_megatron-"
+MEMORY = Path("/dev/shm")  # Linux: a file system in memory
 MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock
 
 
 @contextlib.contextmanager
-def private_folder() -> Iterator[Path]:
-    """Make a temporary folder that only this user can read; it is locked until the block ends, and then removed."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+def private_folder(root: Path | None = None) -> Iterator[Path]:
+    """Make a temporary folder that only this user can read; it is locked until the block ends, and then removed.
+
+    `root`: the folder that it is made in; None: the system's for temporary files.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
     try:
         with _opened(folder) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -432,7 +436,7 @@ def folder_until_exit() -> Path:
 
 def remove_leftovers() -> None:
     """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in (found for root in (Path(tempfile.gettempdir()), MEMORY) for found in root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime <= MIN_AGE_S:

@@ -122,7 +122,7 @@ def remove_rollouts_from(folder: Path, first_step: int) -> None:
 # The file is only appended to, over all attempts. `time` is Unix time in seconds; `step` counts from 0, or is null.
 
 EVENTS_FILE = "events.jsonl"
-EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done")
+EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done", "lost", "healed", "grown")
 LONGEST_TEXT = 2000  # characters
 LONGEST_TIME = 2.0**37  # seconds: the year 6325, which every calendar has
 

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.config import TrainerConfig
 from grpo_megatron.storage.files import write_file
@@ -48,8 +48,10 @@ if TYPE_CHECKING:
 
 REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 STOP_FILE = "GRPO_MEGATRON_STOP_FILE"  # set for the ranks of our launcher, which writes the name of its signal there
+RESTART_FILE = "GRPO_MEGATRON_RESTART_FILE"  # set for the ranks of our launcher: how they were started (cli/ranks.py)
 TERM_SECONDS = "GRPO_MEGATRON_TERM_SECONDS"  # set by slurm/ranks.sh
 EXIT_STOPPED, EXIT_INTERRUPTED = 75, 128 + signal.SIGINT  # 75: EX_TEMPFAIL of sysexits.h, it can be started again
+EXIT_TO_GROW = 76  # for our launcher
 ANNOUNCEMENT = "{}: the run stops after this step and saves; a second signal ends it at once\n"
 
 
@@ -120,8 +122,15 @@ def requested() -> str:
     return ""
 
 
+def read_restart() -> dict[str, Any]:
+    """Reads how our launcher has started this rank (Restart of cli/ranks.py); {} under another launcher."""
+    file = os.environ.get(RESTART_FILE)
+    return {} if file is None else json.loads(Path(file).read_text())  # type: ignore[no-any-return]
+
+
 HEARTBEAT, OUTCOME = "heartbeat", "outcome.json"
-REASONS = ("", "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit")
+GROWTH = "devices that were lost before"  # they are tried again: our launcher starts the ranks with them
+REASONS = ("", GROWTH, "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit")
 
 
 class Stopped(Exception):
@@ -161,6 +170,7 @@ class Stopping:
     def __init__(self, config: TrainerConfig, mesh: Mesh, lock: FolderLock | None = None, steps: str = "steps") -> None:
         self.config, self.mesh, self.lock, self.steps = config, mesh, lock, steps
         self._longest, self._last = 0.0, float("inf")
+        self._steps_until_growth: int | None = read_restart().get("grow_after")
 
     def after(self, steps_done: int, save: Callable[[int], Path]) -> None:
         """Write the heartbeat; if a stop was requested, call `save(steps_done)` and raise Stopped. Collective.
@@ -177,11 +187,18 @@ class Stopping:
         if self.mesh.rank == 0:
             with contextlib.suppress(OSError):  # a full disk: the metrics or the save report it
                 (self.config.output_dir / HEARTBEAT).write_text(f"{steps_done}\n")
+        if self._steps_until_growth is not None and steps_done < self.config.total_training_steps:
+            self._steps_until_growth -= 1
         reason = max(self.mesh.all_gather(self._reason()))
         if not reason:
             return
         checkpoint = save(steps_done)
         name = REASONS[reason]
+        if name == GROWTH:
+            if self.mesh.rank == 0:
+                add_event(self.config.output_dir, "grown", steps_done, f"the ranks start again, with {GROWTH}")
+            self.mesh.barrier()
+            raise Stopped("", EXIT_TO_GROW)
         exit_code = EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
         text = (
             f"stopped by {name} after {steps_done} {self.steps}; saved in {checkpoint}; the same command continues from"
@@ -208,6 +225,8 @@ class Stopping:
                 return REASONS.index("the time limit")
             if config.stop_file is not None and config.stop_file.exists():
                 return REASONS.index("the stop file")
+        if self._steps_until_growth == 0 and not requested():
+            return REASONS.index(GROWTH)
         return REASONS.index(requested())
 
 

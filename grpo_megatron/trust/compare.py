@@ -62,7 +62,7 @@ GROUPED = ("grpo", "dr_grpo", "rloo", "remax", "grpo_passk", "gpg", "opo")  # ad
 
 # What reaches no number of a step, and what changes only the order of sums. Of other keys a change may change all.
 NO_EFFECT = re.compile(
-    r"trainer\.(output_dir|save_freq|test_freq|val_before|resume_mode|verify|accept|stop_|async_save|max_actor_ckpt|save_hf|logger|project"
+    r"trainer\.(output_dir|healing|save_freq|test_freq|val_before|resume_mode|verify|accept|stop_|async_save|max_actor_ckpt|save_hf|logger|project"
     r"|experiment|tags|num_logged|trace|rollout_data|timeout_s|stall|peak_tflops|total_)"
 )
 LAYOUT = re.compile(

@@ -29,9 +29,10 @@ class Ended(SimpleNamespace):
 
 
 def explain(folder: Path, exit_codes: dict[int, int]) -> int:
-    return failures.explain_failure(
-        SimpleNamespace(failures={rank: Ended(exitcode=code) for rank, code in exit_codes.items()}), folder
-    )
+    ended = SimpleNamespace(failures={rank: Ended(exitcode=code) for rank, code in exit_codes.items()})
+    cause = failures.explain_failure(ended, folder)
+    failures.print_error(cause.text)
+    return cause.code
 
 
 def report(folder: Path, rank: int, time_ns: int, *, is_expected: bool = False, is_symptom: bool = False) -> None:
@@ -106,6 +107,18 @@ def rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (attempt / rank).mkdir(parents=True)
     failures.mark_started()
     return attempt / "1"
+
+
+@pytest.mark.parametrize(("size", "launcher", "several"), [("2", None, True), ("1", None, False), ("1", "5", True)])
+def test_the_only_rank_of_our_launcher_ends_with_its_exit_code(
+    size: str, launcher: str | None, several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of several ends its process; the agent would take a forked function's return for success."""
+    monkeypatch.delenv(failures.LAUNCHER_PID, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": size, failures.LAUNCHER_PID: launcher}.items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert failures.is_one_of_several() == several
 
 
 def fail(folder: Path) -> failures.FailureReport:

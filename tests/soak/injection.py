@@ -70,8 +70,19 @@ def reach(point: str) -> None:
         _record_usage(Path(os.environ["SOAK_USAGE"]))
     fault = json.loads(os.environ.get("SOAK_FAULT", "{}"))
     mine = (point, _reached[point], int(os.environ["RANK"]))
-    if fault and (fault["point"], fault["count"], fault["rank"]) == mine:
+    if fault and (fault["point"], fault["count"], fault["rank"]) == mine and _is_first(fault):
         ACTIONS[fault["action"]]()
+
+
+def _is_first(fault: dict[str, Any]) -> bool:
+    """Says if the fault is to happen: one with a file `once` happens in one process, though healing starts the rank again."""
+    if "once" not in fault:
+        return True
+    try:
+        Path(fault["once"]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _record_usage(folder: Path) -> None:

@@ -1,0 +1,151 @@
+"""Healing: the launcher starts the ranks again after a loss, in the layout for those that are left (docs/design.md).
+
+A loss is a rank that was ended by a signal, a stall, or a lost connection. One rule says when the cause is in the program: an
+error that tells the user what to do (a wrong config, a guard, a full disk) ends the run at once; the same exception twice,
+or MAX_FAILURES failures of any kind, without a finished step in between, end it as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from grpo_megatron.cli.failures import Cause
+from grpo_megatron.cli.ranks import Restart
+from grpo_megatron.config import Config
+from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu
+from grpo_megatron.storage.run_files import add_event
+from grpo_megatron.training.stopping import EXIT_TO_GROW, HEARTBEAT
+
+if TYPE_CHECKING:
+    from grpo_megatron.planning.parameters import RunModels
+    from grpo_megatron.planning.search import PlannedLayout
+
+RESUME = "trainer.resume_mode=auto"
+MAX_LOSSES = 3  # of the rank on one device; then the device is left out
+GROW_FACTOR = 10  # a lost device is tried again after 1 step, after its second loss after 10
+MAX_FAILURES = 5  # without a finished step in between
+
+
+class Fallbacks:
+    """The layouts of a run for fewer ranks, planned before the first loss."""
+
+    def __init__(self, config: Config, models: RunModels, gpu: Gpu) -> None:
+        from grpo_megatron.checks.validate import layout_problems
+        from grpo_megatron.planning.search import fallback_layout
+
+        self.config, self.world_size = config, config.trainer.n_gpus_per_node
+        self.layouts: dict[int, tuple[int, PlannedLayout] | None] = {}
+        if config.trainer.healing.layouts == "auto":
+            for most in range(self.world_size - 1, 0, -1):
+                self.layouts[most] = fallback_layout(config, models, gpu, most, layout_problems)
+
+    def restart(self, num_devices: int) -> Restart | None:
+        """Returns how the run goes on with so many devices; None: it cannot."""
+        if num_devices >= self.world_size:
+            return Restart(self.world_size, [RESUME])
+        if (planned := self.layouts.get(num_devices)) is None:
+            return None
+        ranks, layout = planned
+        return Restart(ranks, [RESUME, f"trainer.n_gpus_per_node={ranks}", *layout.layout.overrides(self.config)])
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Yields rows of the plan: name and text."""
+        spares = self.config.trainer.healing.spares
+        yield "spares", f"{spares}: the first {spares} losses change nothing" if spares else "none"
+        for most, planned in self.layouts.items():
+            name = f"{most} left"
+            if planned is None:
+                yield name, "no layout fits: a lost rank starts in its place, or the run ends"
+                continue
+            ranks, layout = planned
+            changes = " ".join(layout.layout.overrides(self.config)) or "the keys of the config"
+            yield name, f"{ranks} train, {layout.seconds.step:.3g} s per step (estimated): {changes}"
+
+
+def build_healing(config: Config, models: RunModels) -> Callable[[Cause], Restart | None]:
+    """Returns what decides after a failure. Without `trainer.healing.layouts` the run ends."""
+    if not config.trainer.healing.is_on:
+        return lambda cause: None
+    return Healing(config, Fallbacks(config, models, GPUS[REFERENCE])).after
+
+
+class Healing:
+    """The launcher's decision after each failure: whether, on which devices and in which layout the ranks start again."""
+
+    def __init__(self, config: Config, fallbacks: Fallbacks) -> None:
+        self.output_dir, self.fallbacks = config.trainer.output_dir, fallbacks
+        self.devices = range(fallbacks.world_size + config.trainer.healing.spares)
+        self.used = list(range(fallbacks.world_size))  # the device of each rank
+        self.losses: Counter[int] = Counter()  # by device
+        self.steps_done = self.num_failures = 0
+        self.exceptions: set[str] = set()  # since the last step
+
+    def after(self, cause: Cause) -> Restart | None:
+        """Returns how the ranks start again; None: the run ends."""
+        ended_at, steps_done = time.time(), self._read_steps()
+        if cause.code == EXIT_TO_GROW:
+            return self._use(self._usable())
+        if cause.is_final:
+            return None
+        if steps_done > self.steps_done:
+            self.steps_done, self.num_failures = steps_done, 0
+            self.exceptions.clear()
+        self.num_failures += 1
+        lost = [self.used[rank] for rank in cause.ranks]
+        self.losses.update(lost)
+        usable = self._usable()
+        others = [device for device in usable if device not in lost]
+        devices = others if self.fallbacks.restart(len(others)) is not None else usable  # the lost ones in their place
+        problem, ranks_before = self._problem(cause), len(self.used)
+        last_sign = min((self._last_sign(rank) for rank in cause.ranks), default=ended_at)
+        restart = None if problem else self._use(devices)
+        if restart is None:
+            print(f"healing: not again: {problem or f'no layout for the {len(devices)} devices left'}", flush=True)
+            return None
+        self.exceptions.add(cause.message)
+        self._announce(cause, restart, ranks_before)
+        more = self.fallbacks.restart(len(usable))
+        grows = more is not None and more.world_size > restart.world_size
+        grow_after = GROW_FACTOR ** (max(self.losses[d] for d in lost) - 1) if grows else None
+        return restart._replace(lost_at=last_sign, ended_at=ended_at, grow_after=grow_after)
+
+    def _usable(self) -> list[int]:
+        """Lists the devices, those with the fewest losses first."""
+        return sorted((d for d in self.devices if self.losses[d] < MAX_LOSSES), key=lambda d: (self.losses[d], d))
+
+    def _use(self, devices: list[int]) -> Restart | None:
+        """Returns how the ranks start on the first of these devices; None: in no layout."""
+        restart = self.fallbacks.restart(len(devices))
+        if restart is None:
+            return None
+        self.used = sorted(devices[: restart.world_size])
+        return restart._replace(devices=self.used)
+
+    def _problem(self, cause: Cause) -> str:
+        """Says why the cause is in the program; "": it is not."""
+        if not cause.is_loss and cause.message in self.exceptions:
+            return "the same exception twice without a finished step in between: its cause is in the program"
+        if self.num_failures > MAX_FAILURES:
+            return f"{self.num_failures} failures without a finished step in between"
+        return ""
+
+    def _announce(self, cause: Cause, restart: Restart, ranks_before: int) -> None:
+        who = f"lost rank {', '.join(map(str, cause.ranks))}" if cause.ranks else "failed"
+        layout = " ".join(restart.settings[2:]) or "in the layout of the config"
+        text = f"{who} after {self.steps_done} steps, with {ranks_before} ranks; goes on with {restart.world_size}, {layout}"
+        print(f"healing: {text}", flush=True)
+        add_event(self.output_dir, "lost", self.steps_done, f"{text}. {cause.text.strip()}")
+
+    def _read_steps(self) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.output_dir / HEARTBEAT).read_text())
+        return 0
+
+    def _last_sign(self, rank: int) -> float:
+        with contextlib.suppress(OSError):
+            return (self.output_dir / "heartbeats" / f"rank_{rank:05d}.json").stat().st_mtime
+        return time.time()
