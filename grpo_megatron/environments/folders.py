@@ -33,6 +33,7 @@ from grpo_megatron.environments.sandboxes.backend import (
 )
 from grpo_megatron.environments.tool import Tool, function_schema
 from grpo_megatron.environments.tool_environment import Call, ToolEnvironment
+from grpo_megatron.processes.process import end_tree
 from grpo_megatron.untrusted import shown
 
 WHERE = "rollout.multi_turn.kwargs"
@@ -284,6 +285,11 @@ class FolderCommandEnvironment(_Folders, CommandEnvironment):
         }
         prefix = [sys.executable, "-m", "grpo_megatron.environments.sandboxes", json.dumps(state)]
         return super().reset({**row, "instruction": self.work.task.instruction, "sandbox": prefix}, seed)
+
+    def finish(self) -> Step:
+        """See Environment. The agent ends first."""
+        end_tree(self._process.pid)
+        return super().finish()
 
     def _last(self) -> Step:
         reward, metrics = self.work.grade()

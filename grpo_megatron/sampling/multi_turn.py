@@ -441,12 +441,12 @@ def play(
         while waiting or generating:
             if not generating:
                 clock = max(clock, min(waiting.values()))
-            due, graded = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock], list[Trajectory]()
+            due, graded = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock], set[str]()
             for trajectory, answer in zip(due, answers.take(due) if due else (), strict=True):
                 del waiting[number[trajectory.key]]
                 if trajectory.is_over:
                     trajectory.finished(answer)
-                    graded.append(trajectory)
+                    graded.add(trajectory.key)
                 elif trajectory.turns:
                     trajectory.answered(answer, clock)
                 else:
@@ -467,7 +467,7 @@ def play(
                     else:
                         answers.ask(trajectory)
                         waiting[number[key]] = clock + latency
-            for trajectory in [one for one in ended if one not in graded and answers.ask_to_finish(one)]:
+            for trajectory in [one for one in ended if one.key not in graded and answers.ask_to_finish(one)]:
                 waiting[number[trajectory.key]] = clock + latency
                 ended.remove(trajectory)
             if ended:

@@ -302,6 +302,7 @@ def hop_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
 
 COPY = "Copy the number in file {person} to out."
 READ, WRITE = "cat {file}", "echo {number} >out"
+SHELL_STEPS, SHELL_GUESS_SHARE = 360, 0.7
 SHELL_TASK = 'version = "1.0"\n\n[agent]\ntimeout_sec = 20.0\n\n[verifier]\ntimeout_sec = 10.0\n'
 SHELL_TEST = 'test "$(cat out)" = {number} && reward=1 || reward=0\necho $reward > /logs/verifier/reward.txt\n'
 
@@ -309,7 +310,7 @@ SHELL_TEST = 'test "$(cat out)" = {number} && reward=1 || reward=0\necho $reward
 def shell_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
     """Makes the warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
     draw, files = random.Random(f"{seed}/shell"), _persons(held_out=False)
-    drawn = _curriculum(draw, SEARCHING_STEPS, GUESSING_STEPS, GUESS_SHARE, lambda: draw.choice(files))
+    drawn = _curriculum(draw, SHELL_STEPS, GUESSING_STEPS, SHELL_GUESS_SHARE, lambda: draw.choice(files))
     for guess, file in drawn:
         number = draw.choice(CITIES)
         read = [] if guess else _call("bash", "command", READ.format(file=file), str(number))
