@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import yaml
-
 from grpo_megatron.data.rows import TASK_FILES, Question, missing_field, text_field
 from grpo_megatron.untrusted import ReadError, parse_yaml, read_text, reason_of, shown
 
@@ -29,7 +27,7 @@ MAX_TEXT = 1 << 20  # bytes of a file that is read here
 CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\n", re.IGNORECASE)  # marks of benchmarks, at the beginning
 HARBOR, TERMINAL_BENCH = TASK_FILES
 REWARDS = "/logs/verifier"
-SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
+MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
 IMAGE_FIELDS = ("image_name", "docker_image", "image")
 
 
@@ -83,7 +81,7 @@ def read_folder(folder: Path) -> FolderTask:
         )
     try:
         return _harbor(folder) if formats == [HARBOR] else _terminal_bench(folder)
-    except (OSError, ReadError, yaml.YAMLError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (OSError, ReadError, tomllib.TOMLDecodeError, RecursionError) as error:
         reason = reason_of(error) if isinstance(error, OSError) else str(error)
         raise ValueError(f"task folder {folder}: {formats[0]} cannot be read: {reason}") from error
     except (ValueError, TypeError, AttributeError) as error:
@@ -243,6 +241,6 @@ def _mib(environment: Mapping[str, Any], name: str) -> int | None:
         return int(value)
     if (text := environment.get(name)) is None:
         return None
-    if (match := SIZE.fullmatch(str(text))) is None:
+    if (match := MEMORY_SIZE.fullmatch(str(text))) is None:
         raise ValueError(f"environment.{name}={text!r} is no size; write 512M or 2G")
     return max(1, int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2].upper()]))

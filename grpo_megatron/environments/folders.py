@@ -28,7 +28,7 @@ from grpo_megatron.environments.sandboxes.backend import (
     SandboxContentError,
     SandboxLimits,
     backends,
-    pack,
+    make_archive,
     try_again,
 )
 from grpo_megatron.environments.tool import Tool, function_schema
@@ -36,10 +36,10 @@ from grpo_megatron.environments.tool_environment import Call, ToolEnvironment
 from grpo_megatron.processes.process import end_tree
 from grpo_megatron.untrusted import shown
 
-WHERE = "rollout.multi_turn.kwargs"
+_KWARGS = "rollout.multi_turn.kwargs"
 MAX_REWARD_FILE = 1 << 16  # bytes
 SWEEP_EVERY = 64  # starts, on average, between sweeps of what killed environments left
-MODES = ("separate", "shared")
+VERIFIER_MODES = ("separate", "shared")
 # a verifier's Python reads no module beside itself, of a user, or of what an agent left in its working folder
 CLEAN = {"PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1", "HOME": REWARDS}
 
@@ -59,19 +59,19 @@ class _Work:
         call_timeout_s: float | None = None,
         **options: Any,
     ) -> None:
-        if verifier not in MODES:
-            raise ValueError(f"{WHERE}.verifier={verifier!r}: write {' or '.join(MODES)}")
+        if verifier not in VERIFIER_MODES:
+            raise ValueError(f"{_KWARGS}.verifier={verifier!r}: write {' or '.join(VERIFIER_MODES)}")
         self._backend = backends.get(backend)
         names = {field.name for field in dataclasses.fields(SandboxLimits)}
         if unknown := sorted(set(options) - names - set(self._backend.options)):
             known = ", ".join(sorted({*names, *self._backend.options}))
             raise ValueError(
-                f"{WHERE}: the sandbox backend {backend} has no option {', '.join(unknown)} (it has: {known})"
+                f"{_KWARGS}: the sandbox backend {backend} has no option {', '.join(unknown)} (it has: {known})"
             )
         self._limits = SandboxLimits(**{name: value for name, value in options.items() if name in names})
         for name, value in vars(self._limits).items():
             if name != "network" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{WHERE}.{name}={value!r}: write a whole number of at least 1")
+                raise ValueError(f"{_KWARGS}.{name}={value!r}: write a whole number of at least 1")
         self._options = {name: value for name, value in options.items() if name not in names}
         self._mode, self._command_timeout_s, self._call_timeout_s = verifier, command_timeout_s, call_timeout_s
         self.seconds = 0.0  # of the agent's commands
@@ -91,7 +91,7 @@ class _Work:
             )
         if task.network and not self._limits.network:
             raise ValueError(
-                f"task {task.name} wants a network; set {WHERE}.network=true, which gives the agent yours, or leave the"
+                f"task {task.name} wants a network; set {_KWARGS}.network=true, which gives the agent yours, or leave the"
                 " folder out"
             )
         bounds = {
@@ -158,7 +158,7 @@ class _Work:
 
     def _verify(self, sandbox: Sandbox, folders: Sequence[str] = (), work: bytes = b"") -> dict[str, float]:
         task = self.task
-        sandbox.write(["/tests", REWARDS, *folders], pack(task.tests) + work)
+        sandbox.write(["/tests", REWARDS, *folders], make_archive(task.tests) + work)
         variables = {**task.variables, **CLEAN, **task.verifier_variables}
         result = sandbox.run(task.verifier, task.verifier_timeout_s, variables=variables)
         said = f"{result.problem or f'exit code {result.exit_code}'}; its last words: {shown(result.text().strip()[-200:])}"
@@ -185,7 +185,7 @@ def _numbers(value: Any) -> dict[str, float]:
 
 
 class _Folders(Environment):
-    """What both environments have: `finish` grades a trajectory that ends before its agent does."""
+    """The common part of both environments: `finish` grades a trajectory that ends before its agent does."""
 
     gives_rewards = True
     finishes = True

@@ -44,13 +44,15 @@ def main() -> None:
         "--label",
         "--entrypoint",
         "-w",
+        "--name",
         "--cpus",
         "--memory",
         "--memory-swap",
     ):
         parser.add_argument(name)
-    for name in ("--pids-limit", "--ulimit", "--network", "--security-opt", "--cap-drop"):
+    for name in ("--pids-limit", "--network", "--security-opt", "--cap-drop"):
         parser.add_argument(name)
+    parser.add_argument("--ulimit", action="append")
     for name in ("-q", "-d", "-a", "-i", "--init", "--no-trunc", "--size", "-v"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--cap-add", action="append")
@@ -84,10 +86,9 @@ def run(state: Path, given: argparse.Namespace, rest: list[str]) -> None:
     image = state / "images" / rest[0].replace("/", "_")
     one = sandbox(context=image, dockerfile=image / "Dockerfile")
     one.start()
-    number = str(len(list((state / "containers").iterdir())) + 1000)
+    number = given.name
     (state / "containers" / number).write_text(json.dumps({"state": one.state(), "label": given.label}))
-    print("WARNING: a line before the id")
-    print(number, flush=True)
+    print("a long number", flush=True)
     os._exit(0)  # the folder stays
 
 
@@ -100,7 +101,9 @@ def read(state: Path, number: str) -> dict[str, object]:
 def inspect(state: Path, given: argparse.Namespace, rest: list[str]) -> None:
     container = read(state, rest[-1])
     folder = Path(container["state"]["private"])  # type: ignore[index]
-    if "SizeRw" in given.format:
+    if "Labels" in given.format:
+        print(str(container["label"]).partition("=")[2])
+    elif "SizeRw" in given.format:
         print(sum(512 * path.lstat().st_blocks for path in (folder / "files").rglob("*")))
     else:
         print(container["state"]["folder"] if "WorkingDir" in given.format else rest[-1])  # type: ignore[index]
@@ -131,7 +134,7 @@ def remove(state: Path, given: argparse.Namespace, rest: list[str]) -> None:
 
 def ps(state: Path, given: argparse.Namespace, rest: list[str]) -> None:
     for path in (state / "containers").iterdir():
-        print(path.name, json.loads(path.read_text())["label"].partition("=")[2])
+        print(path.name)
 
 
 handlers = {

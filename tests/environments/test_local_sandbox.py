@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from grpo_megatron.data.folders import FolderTask
-from grpo_megatron.environments.sandboxes.backend import SandboxContentError, SandboxError, SandboxLimits, pack
+from grpo_megatron.environments.sandboxes.backend import SandboxContentError, SandboxError, SandboxLimits, make_archive
 from grpo_megatron.environments.sandboxes.local import LocalSandbox, walls_problem
 from grpo_megatron.environments.tools import sandbox as walls
 from grpo_megatron.storage import files
@@ -179,7 +179,7 @@ def test_what_is_read_back_follows_no_link(sandbox: LocalSandbox) -> None:
     archive = sandbox.read_folders(["/app", "/missing"], 1 << 20)
     other = LocalSandbox(FolderTask("other", ""), LIMITS)
     other.start()
-    other.write(["/app", "/tests"], archive + pack({"/tests/a": b"content"}))
+    other.write(["/app", "/tests"], archive + make_archive({"/tests/a": b"content"}))
     assert run(other, "cat d/f /tests/a; readlink l root; ls") == (
         "x\ncontent/etc/passwd\n/\nd\nl\nlarge\npipe\nroot\n",
         0,
@@ -193,7 +193,7 @@ def test_what_is_read_back_follows_no_link(sandbox: LocalSandbox) -> None:
 def test_an_archive_that_leaves_its_folder_is_refused(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an agent could make it that is root in its container and has replaced tar."""
     for path in ("/tests/test.sh", "app/../usr/bin/bash"):
-        made = pack({path: b"poison"})
+        made = make_archive({path: b"poison"})
         monkeypatch.setattr(sandbox, "_complete", lambda *_, made=made: made)
         with pytest.raises(SandboxContentError, match="has '"):
             sandbox.read_folders(["/app"], 1 << 20)

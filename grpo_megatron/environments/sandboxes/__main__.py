@@ -10,7 +10,7 @@ from grpo_megatron.data.folders import FolderTask
 from grpo_megatron.environments.sandboxes.backend import Sandbox, SandboxLimits
 from grpo_megatron.registry import import_function
 
-TIMEOUT_S = 600.0
+ATTACHED_S = 600.0
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     backend: Any = import_function(state["class"])
     sandbox: Sandbox = backend(FolderTask("attached", ""), SandboxLimits(**state["limits"]), **state["chosen"])
     sandbox.attach(state["state"])
-    result = sandbox.run(["bash", "-c", command], TIMEOUT_S, stdin=b"", variables=state["variables"])
+    result = sandbox.run(["bash", "-c", command], ATTACHED_S, stdin=b"", variables=state["variables"])
     sys.stdout.buffer.write(result.output)
     sys.stdout.flush()
     if result.problem:

@@ -26,7 +26,7 @@ from grpo_megatron.registry import Registry
 T = TypeVar("T")
 ATTEMPTS, PAUSE_S = 3, 0.5  # of what fails in the machinery; seconds before the second one
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-LOOK_S = 0.03  # between looks at a running command, at least; a look takes at most a tenth of the time
+EXCESS_LOOK_S = 0.03  # between looks at a running command, at least; a look takes at most a tenth of the time
 TRANSFER_S = 120.0  # of a read or a write
 
 
@@ -52,7 +52,7 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What became of a command. `problem`: why the sandbox ended it ("": it ended itself); output beyond a bound is cut."""
+    """The end of a command. `problem`: why the sandbox ended it ("": it ended itself); output beyond a bound is cut."""
 
     output: bytes
     exit_code: int
@@ -153,7 +153,7 @@ backends: Registry[type[Sandbox]] = Registry(
 )
 
 
-def pack(files: Mapping[str, Path | bytes]) -> bytes:
+def make_archive(files: Mapping[str, Path | bytes]) -> bytes:
     """Makes an archive: path -> a file or folder of this machine, or content."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -199,7 +199,7 @@ def run_bounded(
             opened.callback(os.close, handle)
             poll.register(handle, select.POLLIN)
             poll.register(pipe, select.POLLIN)
-            end, look = time.monotonic() + timeout_s, time.monotonic() + LOOK_S
+            end, look = time.monotonic() + timeout_s, time.monotonic() + EXCESS_LOOK_S
             while is_open and not problem:
                 ready = dict(poll.poll(1000 * max(min(look if excess else end, end) - time.monotonic(), 0)))
                 if pipe in ready:
@@ -213,7 +213,7 @@ def run_bounded(
                     problem = f"the command has not ended after {timeout_s:g} s"
                 elif excess and now >= look:
                     problem = excess(pid)
-                    look = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - now))
+                    look = time.monotonic() + max(EXCESS_LOOK_S, 10 * (time.monotonic() - now))
             if not problem:
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         finally:

@@ -6,12 +6,14 @@ for files and users, and the limits. Its label names the process that started it
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,12 +28,13 @@ from grpo_megatron.environments.sandboxes.backend import (
     backends,
     run_bounded,
 )
+from grpo_megatron.environments.tools.sandbox import MAX_OPEN_FILES
 from grpo_megatron.processes.process import start_ticks
 
 LABEL = "grpo-megatron.owner"
 CALL_S, BUILD_S = 120.0, 3600.0  # of a call of the program, and of the build or pull of an image
-RIGHTS = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-IDLE = "while :; do sleep 3600; done"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+WAIT_FOREVER = "while :; do sleep 3600; done"
 
 
 @backends.register("docker")
@@ -46,14 +49,14 @@ class DockerSandbox(Sandbox):
     def prepare(cls, limits: SandboxLimits, **options: Any) -> None:
         """See Sandbox."""
         cls._check_engine()
-        for line in cls._call(
-            "ps", "-a", "--no-trunc", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
-        ).splitlines():
-            container, _, owner = line.partition(" ")
-            host, _, process = owner.rpartition("/")
-            pid, _, ticks = process.partition(".")
-            if host == platform.node() and str(start_ticks(pid) or "") != ticks:
-                cls._call("rm", "-f", "-v", container)
+        containers = cls._call("ps", "-a", "-q", "--no-trunc", "--filter", f"label={LABEL}").split()
+        for container in containers:
+            with contextlib.suppress(SandboxError):  # another worker removes it, too
+                owner = cls._call("inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', container)
+                host, _, process = owner.rpartition("/")
+                pid, _, ticks = process.partition(".")
+                if host == platform.node() and str(start_ticks(pid) or "") != ticks:
+                    cls._call("rm", "-f", "-v", container)
         for folder in task_folders(Path(options.get("prewarm") or "")) if options.get("prewarm") else ():
             cls._image_of(read_folder(folder))
 
@@ -100,10 +103,17 @@ class DockerSandbox(Sandbox):
         image, limits = self._image_of(self.task), self.limits
         owner = f"{platform.node()}/{os.getpid()}.{start_ticks()}"
         bounds = {"cpus": limits.cpus, "memory": f"{limits.memory_mib}m", "memory-swap": f"{limits.memory_mib}m"}
-        bounds |= {"pids-limit": limits.processes, "ulimit": f"fsize={limits.disk_mib << 20}"}
+        bounds |= {"pids-limit": limits.processes, "name": f"grpo-megatron-{uuid.uuid4().hex}"}
         bounds |= {} if limits.network else {"network": "none"}
-        walls = ["--security-opt", "no-new-privileges", "--cap-drop", "ALL", *(f"--cap-add={name}" for name in RIGHTS)]
+        walls = [
+            "--security-opt",
+            "no-new-privileges",
+            "--cap-drop",
+            "ALL",
+            *(f"--cap-add={name}" for name in CAPABILITIES),
+        ]
         chosen = [f"--{name}={value}" for name, value in bounds.items()]
+        chosen += [f"--ulimit=fsize={limits.disk_mib << 20}", f"--ulimit=nofile={MAX_OPEN_FILES}"]
         run = [
             "run",
             "-d",
@@ -116,10 +126,11 @@ class DockerSandbox(Sandbox):
             "sh",
             image,
             "-c",
-            IDLE,
+            WAIT_FOREVER,
         ]
-        self._id = self._call(*run).splitlines()[-1]
+        self._id = str(bounds["name"])
         try:
+            self._call(*run)
             self.folder = self.folder or self._call("inspect", "--format", "{{.Config.WorkingDir}}", self._id) or "/"
             if self.folder == "/":
                 raise ValueError(

@@ -35,7 +35,7 @@ from grpo_megatron.environments.tools.isolation import MIB, other_user
 from grpo_megatron.processes.process import MARK, tree
 from grpo_megatron.storage.files import private_folder, remove_leftovers
 
-READABLE = (
+SYSTEM_PATHS = (
     *(
         "/usr",
         "/bin",
@@ -50,8 +50,8 @@ READABLE = (
     ),
     *("/etc/ssl/certs", "/etc/ca-certificates", "/etc/mime.types", "/etc/protocols", "/etc/services"),
 )
-SYSTEM = {Path(path).parts[1] for path in READABLE} | {"dev", "proc", "sys"}  # no folder of a sandbox is called so
-TOPS = ("tmp", "root", "logs")  # folders that each sandbox has, besides those of its files
+SYSTEM = {Path(path).parts[1] for path in SYSTEM_PATHS} | {"dev", "proc", "sys"}  # no folder of a sandbox is called so
+TOP_FOLDERS = ("tmp", "root", "logs")  # folders that each sandbox has, besides those of its files
 NESTING = 2000  # characters of a path
 RUN_S = 300.0  # of a RUN of a Dockerfile
 
@@ -85,7 +85,7 @@ class LocalSandbox(Sandbox):
         self._variables: dict[str, str] = {}
         try:
             self.folder = self._make_folder(self.task.workdir or "/app")
-            for top in TOPS:
+            for top in TOP_FOLDERS:
                 self._make_folder(f"/{top}")
             self._follow_dockerfile()
         except BaseException:
@@ -126,7 +126,7 @@ class LocalSandbox(Sandbox):
         user = os.getuid() if self._uid is None else self._uid
         root = {
             "at": str(self._private / "root"),
-            "readable": [*READABLE, *self.chosen["readable"]],
+            "readable": [*SYSTEM_PATHS, *self.chosen["readable"]],
             "writable": {f"/{name}": path for name, path in names.items()},
             "files": {
                 "/etc/passwd": f"root:x:0:0::/root:/bin/sh\nagent:x:{user}:{user}::/root:/bin/bash\n",

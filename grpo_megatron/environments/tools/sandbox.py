@@ -227,7 +227,7 @@ NEWER = (
     452,
 )  # signals by and opening of descriptors of its own processes, openat2, ...
 SOCKETS = {"x86_64": 41, "aarch64": 198}
-FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink; not vsock, which reaches the machine under a virtual one
+SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink; not vsock, which reaches the machine under a virtual one
 
 
 def build_open_filter() -> Program:
@@ -238,7 +238,7 @@ def build_open_filter() -> Program:
     architecture, clone, *_ = MACHINES[machine]
     program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), *REFUSE, (LOAD, 0, 0, NUMBER)]
     program += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, CLONE_NAMESPACES), *REFUSE, *ALLOW]
-    program += _only(SOCKETS[machine], 0, FAMILIES)
+    program += _only(SOCKETS[machine], 0, SOCKET_FAMILIES)
     for number in NEWER:
         program += [(EQUAL, 0, 1, number), *ALLOW]
     program += [(AT_LEAST, 0, 1, FIRST_NEW), *ABSENT]
