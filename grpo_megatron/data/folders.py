@@ -28,7 +28,7 @@ CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\n", re.IGNORECASE)  # m
 HARBOR, TERMINAL_BENCH = TASK_FILES
 REWARDS = "/logs/verifier"
 MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
-IMAGE_FIELDS = ("image_name", "docker_image", "image")
+IMAGE_FIELDS = ("image_name", "docker_image")  # `image` is a picture (data/images.py)
 
 
 @dataclass(frozen=True)

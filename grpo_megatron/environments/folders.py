@@ -134,7 +134,8 @@ class _Work:
                 folders = list(dict.fromkeys([str(self.sandbox.folder), *self.task.artifacts]))
                 try:
                     most = (self._bounds.disk_mib << 20) + (self._bounds.files << 10)
-                    work = self.sandbox.read_folders(folders, most)
+                    what = f"task {self.task.name}: reading its result"
+                    work = try_again(what, lambda: self.sandbox.read_folders(folders, most))
                 except SandboxContentError:  # the agent has left too much, or what nobody can read
                     work = b""
                 values = try_again(

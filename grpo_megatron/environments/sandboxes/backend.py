@@ -143,7 +143,8 @@ class Sandbox(ABC):
             reason = result.problem or (
                 f"exit code {result.exit_code}: {result.text()[-200:].strip()}" if result.exit_code else ""
             )
-            kind = SandboxError if result.timed_out else SandboxContentError
+            is_full = not result.problem or self.run(["true"], TRANSFER_S).problem  # too much is there, whatever runs
+            kind = SandboxContentError if is_full else SandboxError
             raise kind(f"{what}: {reason or f'it has more than {max_bytes} bytes'}")
         return result.output
 

@@ -32,7 +32,7 @@ from grpo_megatron.environments.sandboxes.backend import (
 )
 from grpo_megatron.environments.tools import sandbox
 from grpo_megatron.environments.tools.isolation import MIB, other_user
-from grpo_megatron.processes.process import MARK, tree
+from grpo_megatron.processes.process import MARK, child_pids, tree
 from grpo_megatron.storage.files import private_folder, remove_leftovers
 
 SYSTEM_PATHS = (
@@ -166,7 +166,8 @@ class LocalSandbox(Sandbox):
     def _excess(self, pid: int) -> str:
         """Says which limit the processes below `pid` (0: none) or the files exceed, or ""."""
         pages, size, count = 0, 0, 0
-        for process in tree(pid) if pid else ():
+        # not the fork of this process and the first one in its namespaces, which are this process's memory until they execute
+        for process in tree(pid) - {pid} - child_pids(pid) if pid else ():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 pages += int(Path(f"/proc/{process}/statm").read_text().split()[1])
                 for entry in os.scandir(f"/proc/{process}/fd"):
