@@ -285,6 +285,7 @@ class FakeAnswers:
 
     def __init__(self, done_after: int = 3, fail: dict[tuple[str, int], str] | None = None) -> None:
         self.done_after, self.fail = done_after, fail or {}
+        self.finishes = False
         self.open: set[str] = set()
         self.asked: set[str] = set()
         self.takes: list[tuple[str, ...]] = []
@@ -297,6 +298,13 @@ class FakeAnswers:
         assert trajectory.key in self.open - self.asked and not trajectory.is_over
         self.asked.add(trajectory.key)
 
+    def ask_to_finish(self, trajectory: Trajectory) -> bool:
+        assert trajectory.is_over and trajectory.key in self.open - self.asked
+        if self.finishes and trajectory.status in ("turn_limit", "length"):
+            self.asked.add(trajectory.key)
+            return True
+        return False
+
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
         self.takes.append(tuple(t.key for t in trajectories))
         return [self._answer(t) for t in trajectories]
@@ -307,6 +315,8 @@ class FakeAnswers:
             if status == "lost":
                 raise RuntimeError("no worker can run")
             return Answer([], status=status, message="why")
+        if t.is_over:
+            return Answer([], reward=0.25, done=True, metrics={"graded": 1.0})
         if not t.turns:
             return Answer([1, 2, t.row["number"]])
         draw = stable_hash(repr(t.response_ids))

@@ -2,6 +2,7 @@
 
 rows.py                    the rows of files in any format, by number, and their fields
 task.py tasks/             what a benchmark is: rows, prompt, reward, label, version; one YAML file each
+folders.py                 task folders of Harbor and Terminal-Bench, and rows of SWE
 tokenizer.py               a tokenizer, its end tokens and chat template; the tokens between the model's turns
 prompts.py                 files of a task -> prompts, made when they are read
 responses.py               the same for rows with responses

@@ -51,6 +51,7 @@ from grpo_megatron.untrusted import (
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TASK_FILES = ("task.toml", "task.yaml")  # of a task folder (data/folders.py)
 FORMATS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 MAX_ROW = 1 << 22  # bytes of a line, and characters of a field: a text of a million tokens
 MAX_WHOLE = 1 << 29  # bytes of a file that is read as a whole
@@ -302,6 +303,8 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _open(path: Path) -> RowFile:
+    if folders := [str(folder.absolute()) for folder in task_folders(path)]:
+        return ListFile([{"folder": folder} for folder in folders], folders)
     if path.suffix not in FORMATS:
         is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not path.parent.exists()
         fetch = f"; an id of the Hub: `hf download {path} --repo-type dataset --local-dir {path.name}`, and name FOLDER/SPLIT"
@@ -463,6 +466,8 @@ def files_of_split(path: Path) -> list[Path]:
 
     Raises ConfigError: no such file or folder, or a folder with several splits. Raises ReadError, OSError.
     """
+    if task_folders(path):
+        return [path]
     if path_problem(path) or path.suffix in FORMATS or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
         return [path]
     if not path.exists():
@@ -482,6 +487,14 @@ def files_of_split(path: Path) -> list[Path]:
         names = ", ".join(str(path / name) for name in sorted(splits))
         raise ConfigError(f"data folder {shown(str(path))} has several splits; name one of {names}")
     return next(iter(splits.values()))
+
+
+def task_folders(path: Path) -> list[Path]:
+    """List the task folders in a folder, in the order of their names, or itself, if it is one. Empty: it has none."""
+    if path_problem(path) or not path.is_dir():
+        return []
+    folders = [path, *sorted(entry for entry in path.iterdir() if entry.is_dir())]
+    return [folder for folder in folders if any((folder / name).is_file() for name in TASK_FILES)]
 
 
 def is_there(path: Path) -> bool:

@@ -32,6 +32,7 @@ from grpo_megatron.config import ConfigError, MultiTurnConfig, Section
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.config.section import VALUE_REMEDIES, reason_and_remedy
 from grpo_megatron.config.tables import named_file, read_yaml_table, table_names
+from grpo_megatron.data import folders
 from grpo_megatron.data.rows import (
     Messages,
     Question,
@@ -519,7 +520,8 @@ def get_task(name: str) -> Task:
         return read_task_file(Path(name))
     if ":" in name:
         return _python_task(name)
-    return _read_built_in(named_file(TASKS_FOLDER, name, "task", "; or a .yaml file, or package.module:function"))
+    task = _read_built_in(named_file(TASKS_FOLDER, name, "task", "; or a .yaml file, or package.module:function"))
+    return dataclasses.replace(task, read_row=folders.read_row, read_question=None) if name == "folders" else task
 
 
 def get_tasks(names: list[str]) -> list[Task]:

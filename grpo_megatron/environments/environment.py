@@ -70,6 +70,8 @@ class Environment(ABC):
     gives_rewards: ClassVar[bool] = False
     # True: `step` gets a JSON object of the turn: text, token_ids, tokens (as texts), logprobs, finish_reason, prompt_tokens
     reads_turns: ClassVar[bool] = False
+    # True: `finish` is called where a limit of the run ends a trajectory, and its Step's reward and metrics count
+    finishes: ClassVar[bool] = False
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:
@@ -92,9 +94,15 @@ class Environment(ABC):
     def step(self, completion: str) -> Step | Awaitable[Step]:
         """Answers what the model wrote in its turn, special tokens included, as text."""
 
+    def finish(self) -> Step | Awaitable[Step]:
+        """Grades a trajectory that a limit has ended, where `finishes` is set. A last turn that was cut off is not shown."""
+        raise NotImplementedError
+
 
 environments: Registry[type[Environment]] = Registry(
-    "environment", [f"grpo_megatron.environments.{name}" for name in ("tool_environment", "command")], "my_module:Class"
+    "environment",
+    [f"grpo_megatron.environments.{name}" for name in ("tool_environment", "command", "folders")],
+    "my_module:Class",
 )
 
 
@@ -249,8 +257,9 @@ def written_turn(
 def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[str, Any]], Any]]:
     """Opens the program of the hosts (processes/host.py): one process per trajectory. Imports and preloads the class.
 
-    request {"start": ROW, "seed": 7, "completions": [...]} or {"step": COMPLETION}; value: the fields of a Step. Raises
-    ValueError for a name that is no Environment, and whatever the user's module or its `preload` raises.
+    request {"start": ROW, "seed": 7, "completions": [...]} or {"step": COMPLETION}; value: the fields of a Step. The
+    completion null stands for `finish`. Raises ValueError for a name that is no Environment, and whatever the user's module
+    or its `preload` raises.
     """
     environment = environment_class(settings["name"])
     environment.preload(**settings["kwargs"])
@@ -284,9 +293,10 @@ class _Session:
             step = self._step(completion)
         return step
 
-    def _step(self, completion: str) -> dict[str, Any]:
+    def _step(self, completion: str | None) -> dict[str, Any]:
         assert self._environment is not None
-        return plain_step(self._call(self._environment.step(completion)), self._max_characters)
+        returned = self._environment.finish() if completion is None else self._environment.step(completion)
+        return plain_step(self._call(returned), self._max_characters)
 
     def _call(self, returned: Any) -> Any:
         """Returns what a method returned, after it has run if it is a coroutine. All run in one event loop."""

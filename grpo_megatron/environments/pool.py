@@ -58,7 +58,7 @@ class EnvironmentPool(PoolClient):
         what = "environment", "rollout.multi_turn.kwargs"
         self._processes = ProcessPool(*what, program, settings, limits, self._accept, num_workers, variables)
 
-    def start(self, key: str, row: Mapping[str, Any], seed: int, completions: Sequence[str] = ()) -> None:
+    def start(self, key: str, row: Mapping[str, Any], seed: int, completions: Sequence[str | None] = ()) -> None:
         """Resets a new environment called `key`, and repeats `completions`. Returns at once.
 
         The outcome is that of the last call: the reset, or the step of the last completion.
@@ -67,8 +67,8 @@ class EnvironmentPool(PoolClient):
         self._starts[key] = {"start": dict(row), "seed": seed, "completions": list(completions)}
         self._submit(key, self._starts[key])
 
-    def step(self, key: str, completion: str) -> None:
-        """Gives `completion` to an environment whose last outcome has been read. Returns at once."""
+    def step(self, key: str, completion: str | None) -> None:
+        """Gives `completion` to an environment whose last outcome has been read; None: `finish`. Returns at once."""
         assert key not in self._outcomes, f"trajectory {key!r} has not answered yet, or its answer was not read"
         self._starts[key]["completions"].append(completion)
         self._submit(key, {"step": completion})
@@ -120,11 +120,12 @@ def find_environment(name: str) -> type[Environment]:
 
 
 def environment_kwargs(multi_turn: MultiTurnConfig) -> dict[str, Any]:
-    """Returns the keyword arguments of the class: `kwargs`, and for the built-in `tools` the keys about tools."""
-    if multi_turn.environment != "tools":
-        return dict(multi_turn.kwargs)
-    keys = ("tools", "format", "max_parallel_calls")
-    return {**{name: getattr(multi_turn, name) for name in keys}, **multi_turn.kwargs}
+    """Returns the keyword arguments of the class: `kwargs`, and for built-in ones the keys that they read."""
+    keys = {"tools": ("tools", "format", "max_parallel_calls"), "folders": ("format", "max_parallel_calls")}
+    given = {name: getattr(multi_turn, name) for name in keys.get(multi_turn.environment or "", ())}
+    if multi_turn.environment in ("folders", "folders_command"):
+        given["call_timeout_s"] = multi_turn.timeout_s
+    return {**given, **multi_turn.kwargs}
 
 
 def make_environment(multi_turn: MultiTurnConfig) -> Environment:

@@ -151,8 +151,8 @@ def end_adopted(known: Set[int]) -> bool:
 
     Also waits for those that have ended. Returns True while there are any; they end a moment later.
     """
-    _end(lambda: {pid for child in _children(os.getpid()) - known for pid in tree(child)})
-    left = _children(os.getpid()) - known
+    _end(lambda: {pid for child in child_pids(os.getpid()) - known for pid in tree(child)})
+    left = child_pids(os.getpid()) - known
     for child in left:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
@@ -168,7 +168,7 @@ def tree(root: int) -> set[int]:
     """Returns `root` and everything below it."""
     pids, pending = {root}, [root]
     while pending:
-        below = _children(pending.pop()) - pids
+        below = child_pids(pending.pop()) - pids
         pids |= below
         pending += below
     return pids
@@ -192,7 +192,8 @@ def _send(pids: set[int], number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-def _children(pid: int) -> set[int]:
+def child_pids(pid: int) -> set[int]:
+    """Returns the children of a process."""
     pids: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

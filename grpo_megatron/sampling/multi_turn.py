@@ -22,7 +22,14 @@ from typing import Any, Literal
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.tokenizer import TurnRenderer
-from grpo_megatron.environments.environment import ChatMessage, Outcome, Step, environment_class, written_turn
+from grpo_megatron.environments.environment import (
+    ChatMessage,
+    Environment,
+    Outcome,
+    Step,
+    environment_class,
+    written_turn,
+)
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.processes.pool import FirstFailure
@@ -78,6 +85,8 @@ class Trajectory:
         length, length           a turn was cut off, or the observation left no room for one more token
         prompt_length, length    the environment's first messages are longer than a prompt may be; there is no response
         timeout, died, raised, flooded, memory with stop    the environment failed; what was generated before stays
+
+    An environment with `finishes` grades also those that end by a limit (turn_limit, length); that it fails in it is the status.
 
     A chat template may change earlier turns (`rollout.multi_turn.history`), and an agent may begin another conversation
     (environments/openai_api.py). The earlier part is then a branch: a sample of its own with the reward of the trajectory's
@@ -179,6 +188,16 @@ class Trajectory:
         else:
             self._append("observation", answer.token_ids, [0.0] * len(answer.token_ids), clock)
 
+    def finished(self, answer: Answer) -> None:
+        """Take the environment's reward for a trajectory that a limit has ended."""
+        if answer.status != "ok":
+            self._fail(answer)
+        elif answer.reward is not None:
+            end = self.last_turn[1] if self.last_turn else 0
+            self.turn_rewards.append((end - 1, answer.reward))
+        for name, value in answer.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
     def _branch(self, token_ids: list[int], clock: int) -> None:
         """Begin another sequence. What a prompt has no room for is an observation."""
         self.branches.append(replace(self, branches=[], metrics={}))
@@ -253,7 +272,8 @@ class EnvironmentAnswers:
     ) -> None:
         self.renderer, self.multi_turn, self.mesh = renderer, multi_turn, mesh
         self.times = Times()
-        self._reads_turns = bool(multi_turn.environment) and environment_class(str(multi_turn.environment)).reads_turns
+        environment = environment_class(multi_turn.environment) if multi_turn.environment else Environment
+        self._reads_turns, self._finishes = environment.reads_turns, environment.finishes
         self._stops: dict[tuple[str, ...], StopTexts] = {}
         self._histories: dict[str, _History] = {}  # of open trajectories
         self._kept = FirstFailure(pool)  # only the leader knows of a problem before `take` tells the others
@@ -270,6 +290,12 @@ class EnvironmentAnswers:
     def ask(self, trajectory: Trajectory) -> None:
         """Show the environment the trajectory's last turn. Returns at once."""
         self._kept.attempt(lambda pool: pool.step(trajectory.key, self._text(trajectory)))
+
+    def ask_to_finish(self, trajectory: Trajectory) -> bool:
+        """Have the environment grade what a limit has ended. False: it grades none. Returns at once."""
+        if is_graded := self._finishes and trajectory.status in ("turn_limit", "length"):
+            self._kept.attempt(lambda pool: pool.step(trajectory.key, None))
+        return is_graded
 
     def take(self, trajectories: Sequence[Trajectory]) -> list[Answer]:
         """Waits for the answers of these environments. Raises EnvironmentsLost on all ranks of the replica."""
@@ -415,10 +441,13 @@ def play(
         while waiting or generating:
             if not generating:
                 clock = max(clock, min(waiting.values()))
-            due = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock]
+            due, graded = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock], set[str]()
             for trajectory, answer in zip(due, answers.take(due) if due else (), strict=True):
                 del waiting[number[trajectory.key]]
-                if trajectory.turns:
+                if trajectory.is_over:
+                    trajectory.finished(answer)
+                    graded.add(trajectory.key)
+                elif trajectory.turns:
                     trajectory.answered(answer, clock)
                 else:
                     trajectory.begin(answer)
@@ -438,6 +467,9 @@ def play(
                     else:
                         answers.ask(trajectory)
                         waiting[number[key]] = clock + latency
+            for trajectory in [one for one in ended if one.key not in graded and answers.ask_to_finish(one)]:
+                waiting[number[trajectory.key]] = clock + latency
+                ended.remove(trajectory)
             if ended:
                 answers.end(ended)
             yield ended

@@ -293,6 +293,46 @@ def hop_problems(seed: int, count: int, held_out: bool) -> list[dict[str, str]]:
     return rows[:count]
 
 
+# The shell example: task folders in Harbor's format, whose agent copies a number from a file to another
+#
+#     instruction  Copy the number in file 481 to out.
+#     trajectory   bash "cat 481" -> bash "echo 58 >out" -> <answer>58</answer>
+#
+# The verifier reads `out`. Validation has files that occur neither in the warm-up nor in training.
+
+COPY = "Copy the number in file {person} to out."
+READ, WRITE = "cat {file}", "echo {number} >out"
+SHELL_STEPS, SHELL_GUESS_SHARE = 360, 0.7
+SHELL_TASK = 'version = "1.0"\n\n[agent]\ntimeout_sec = 20.0\n\n[verifier]\ntimeout_sec = 10.0\n'
+SHELL_TEST = 'test "$(cat out)" = {number} && reward=1 || reward=0\necho $reward > /logs/verifier/reward.txt\n'
+
+
+def shell_demonstrations(seed: int) -> Iterator[dict[str, Any]]:
+    """Makes the warm-up's rows {"messages"}, in the order of the curriculum; read them without shuffling."""
+    draw, files = random.Random(f"{seed}/shell"), _persons(held_out=False)
+    drawn = _curriculum(draw, SHELL_STEPS, GUESSING_STEPS, SHELL_GUESS_SHARE, lambda: draw.choice(files))
+    for guess, file in drawn:
+        number = draw.choice(CITIES)
+        read = [] if guess else _call("bash", "command", READ.format(file=file), str(number))
+        wrote = _call("bash", "command", WRITE.format(number=number), "")
+        yield {"messages": [{"role": "user", "content": COPY.format(person=file)}, *read, *wrote, _answer(number)]}
+
+
+def shell_tasks(seed: int, count: int, held_out: bool) -> Iterator[dict[str, str]]:
+    """Makes at most `count` task folders, each as path -> text."""
+    draw = random.Random(f"{seed}/{held_out}")
+    for file in _persons(held_out)[:count]:
+        number = draw.choice(CITIES)
+        files = {
+            "task.toml": SHELL_TASK,
+            "instruction.md": COPY.format(person=file),
+            "environment/Dockerfile": "FROM debian:stable-slim\nWORKDIR /app\nCOPY files/ /app/\n",
+            f"environment/files/{file}": f"{number}\n",
+            "tests/test.sh": SHELL_TEST.format(number=number),
+        }
+        yield {f"copy-{file}/{name}": text for name, text in files.items()}
+
+
 # -- Tokenizers of 80 entries, and the examples' folders ---------------------------------------------------------------
 
 MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
@@ -394,11 +434,26 @@ EXAMPLES = {
             _texts((*HOP_QUESTIONS, WORKS, LIES, FIRST_QUERY, SECOND_QUERY)),
         ),
     ),
+    "shell": ExampleData(
+        lambda seed, num_train, num_val: {
+            "sft.jsonl": shell_demonstrations(seed),
+            "train": shell_tasks(seed, num_train, held_out=False),
+            "val": shell_tasks(seed, num_val, held_out=True),
+        },
+        lambda: _tool_tokenizer(
+            *("0123456789.,:? >'[]", "bash", "command"), [COPY.format(person=1), READ, WRITE, "exit code No such file"]
+        ),
+    ),
 }
 
 
 def write_example(name: str, folder: Path, seed: int, num_train: int = 4096, num_val: int = 256) -> None:
     """Write the files of an example and tokenizer/ into the existing `folder`."""
     for file, rows in EXAMPLES[name].files(seed, num_train, num_val).items():
+        if not Path(file).suffix:  # of task folders
+            for path, text in ((path, text) for row in rows for path, text in row.items()):
+                (folder / file / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file / path).write_text(text, encoding="utf-8")
+            continue
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     EXAMPLES[name].tokenizer().save_pretrained(folder / "tokenizer")

@@ -33,6 +33,7 @@ class PrepareOptions(Options):
   grpo-megatron prepare feedback OUT      for examples/reward_models/
   grpo-megatron prepare products OUT      for examples/agents/calculator.yaml
   grpo-megatron prepare two_hops OUT      for examples/agents/search.yaml
+  grpo-megatron prepare shell OUT         for examples/agents/shell.yaml
   grpo-megatron prepare model OUT --preset quickstart --tokenizer DATA/tokenizer
   grpo-megatron prepare model CONFIG_JSON OUT --tokenizer DIR \\
       --set num_hidden_layers=2 --set hidden_size=128 \\
@@ -86,6 +87,12 @@ class TwoHopsOptions(DataOptions):
     example, summary = "two_hops", "the search example's jsonl files and tokenizer/"
 
 
+class ShellOptions(DataOptions):
+    """`prepare shell`."""
+
+    example, summary = "shell", "the shell example's task folders, jsonl file and tokenizer/"
+
+
 class ModelOptions(PrepareOptions):
     """The options of `prepare model`."""
 
@@ -116,6 +123,7 @@ PrepareOptions.actions = {
     "feedback": FeedbackOptions,
     "products": ProductsOptions,
     "two_hops": TwoHopsOptions,
+    "shell": ShellOptions,
     "model": ModelOptions,
 }
 

@@ -141,7 +141,7 @@ def test_a_row_needs_the_answer_only_where_something_reads_it() -> None:
 def test_every_task_can_be_read_and_its_rewards_share_one_extractor() -> None:
     names = "gsm8k gsm8k_cot8 gsm8k_lm_eval gsm8k_r1 math math500 math_minerva4 svamp olympiadbench aime amc"
     names += " minerva r1 boxed arithmetic products two_hops jsonl verl trl geometry3k geoqa"
-    names += " mmlu mmlu_pro gpqa supergpqa mgsm aime24 aime25 aime26 hmmt"
+    names += " mmlu mmlu_pro gpqa supergpqa mgsm aime24 aime25 aime26 hmmt folders"
     assert task_names() == sorted(names.split())
     for task in get_tasks(task_names()):
         assert task.name in task_names() and len(task.sha256) == 64 and task.title

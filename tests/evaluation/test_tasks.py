@@ -231,6 +231,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "arithmetic": {"prompt": "1+1<sep>", "answer": "2"},
     "products": {"prompt": "1*2", "answer": "2"},
     "two_hops": {"prompt": "In which city?", "answer": "2"},
+    "folders": {"problem_statement": "What is 1+1?", "image_name": "x", "FAIL_TO_PASS": ["a.py::b"]},
     "jsonl": {"prompt": "What is 1+1?", "answer": ""},
     "geometry3k": {"problem": "Find $x$.", "answer": "2 \\sqrt { 3 }"},
     "geoqa": {"problem": "Find $x$.", "solution": "<answer> 145\u00b0 </answer>"},

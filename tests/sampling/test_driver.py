@@ -137,3 +137,23 @@ def test_an_observation_leaves_room_for_one_token_and_a_prompt_may_be_too_long()
     t = trajectory(0)
     t.begin(Answer([1] * 9))
     assert (t.status, t.finish_reason, t.response_ids) == ("prompt_length", "length", [])
+
+
+def test_an_environment_that_finishes_grades_what_a_limit_has_ended() -> None:
+    """By the limit of turns, and by that of tokens; not where it has said `done` or has failed. Tokens stay what they were."""
+    for changes in ({"limits": replace(LIMITS, turns=2)}, {"limits": replace(LIMITS, response=9)}, {}):
+        plain, _, _ = played(**changes)  # type: ignore[arg-type]
+        answers = FakeAnswers(fail={("t5", 1): "died"})
+        answers.finishes = True
+        graded, _, _ = played(answers=answers, **changes)  # type: ignore[arg-type]
+        for one, other in zip(plain[:5], graded[:5], strict=True):
+            is_cut = one.status in ("turn_limit", "length")
+            if is_cut and one.last_turn:
+                one.turn_rewards.append((one.last_turn[1] - 1, 0.25))
+                one.metrics["graded"] = 1.0
+            assert content(other) == content(one)
+        assert graded[5].status == "died" and "graded" not in graded[5].metrics
+        assert {t.status for t in plain} != {"ok"} or not changes
+    answers = FakeAnswers(fail={("t0", 2): "timeout"})
+    answers.finishes, calls = True, replace(LIMITS, turns=2)
+    assert played(answers=answers, limits=calls)[0][0].status == "timeout"  # it failed in its last call

@@ -70,7 +70,7 @@ def find_isolation(unsafe: bool = False) -> str:
 
 def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
     """Runs a program. Returns (its output, how it failed or "")."""
-    uid = _other_user() if os.geteuid() == 0 else None
+    uid = other_user(threading.get_native_id()) if os.geteuid() == 0 else None
     settings = {
         "cpu_s": int(limits.timeout_s) + 1,
         "memory": limits.memory_mib * MIB,
@@ -162,11 +162,14 @@ def _overfull(pid: int, folder: str, max_mib: int) -> str:
     return ""
 
 
-def _other_user() -> int:
-    """Returns a user id at the end of those that this process may take, which no running program of another thread has."""
+def other_user(number: int) -> int:
+    """Returns a user id at the end of those that this process may take.
+
+    `number`: the id of the running thread or process that it is for.
+    """
     maps = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, _, count = max(maps, key=lambda one: one[2])
-    return first + count - 3 - threading.get_native_id() % max(count // 16, 1)
+    return first + count - 3 - number % max(count // 16, 1)
 
 
 def _readable() -> list[str]:

@@ -7,6 +7,10 @@ process, and none that changes owner, mode, times or attributes of a file or loc
 cover. Threads are
 allowed. None of it needs a privilege, and code that calls C cannot evade it. x86-64, and AArch64, where it has not been
 run.
+
+`run_in_root` makes a forked process a program in namespaces of its own (namespaces(7)): its processes see and outlive nothing
+else, and its files are those of the root (sandboxes/local.py). It may start programs, so the filter refuses only less used
+doors of the kernel (REFUSED).
 """
 
 from __future__ import annotations
@@ -14,17 +18,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import stat
 import struct
 import sys
 import traceback
+from typing import Any
 
-OPEN_FILES, THREADS = 64, 64
+OPEN_FILES, THREADS, MAX_OPEN_FILES = 64, 64, 1024
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 _PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2  # of prctl(2)
 # linux/filter.h: load a word of the system call's data; jump if equal, greater or equal, any bit set; return
@@ -85,13 +92,21 @@ def main() -> None:
         sys.exit(1)
 
 
-def give_up(cpu_s: int, memory: int, file: int, uid: int | None, readable: list[str] | None, alive: int) -> None:
+def give_up(
+    cpu_s: int,
+    memory: int | None,
+    file: int,
+    uid: int | None,
+    readable: list[str] | None,
+    alive: int,
+    processes: int | None = None,
+) -> None:
     """Gives up all that the header says. Raises OSError where the system lacks a part of it.
 
-    `alive`: one end of a pipe; the caller has the other end.
+    `alive`: one end of a pipe; the caller has the other end. `processes`: of a program that may start others.
     """
-    filter_program = build_filter()
-    _limit(cpu_s, memory, file)
+    filter_program = build_filter() if processes is None else build_open_filter()
+    _limit(cpu_s, memory, file, processes)
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -120,16 +135,18 @@ def _check(result: int, what: str) -> int:
     return result
 
 
-def _limit(cpu_s: int, memory: int, size: int) -> None:
+def _limit(cpu_s: int, memory: int | None, size: int, processes: int | None) -> None:
     bounds = {
         resource.RLIMIT_CPU: cpu_s,
-        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_AS: resource.RLIM_INFINITY if memory is None else memory,
         resource.RLIMIT_FSIZE: size,
-        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_NOFILE: OPEN_FILES if processes is None else MAX_OPEN_FILES,
         resource.RLIMIT_CORE: 0,
     }
     with contextlib.suppress(OSError), open("/proc/loadavg") as file:  # the limit counts what else this user runs
         bounds[resource.RLIMIT_NPROC] = int(file.read().split()[3].partition("/")[2]) + THREADS
+    if processes is not None:  # each sandbox has a user, or a user namespace, of its own
+        bounds[resource.RLIMIT_NPROC] = processes
     for kind, bound in bounds.items():
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(kind, (bound, bound))
@@ -185,6 +202,174 @@ def _only(number: int, argument: int, values: tuple[int, ...]) -> Program:
     count = len(values)
     program = [(EQUAL, 0, count + 3, number), (LOAD, 0, 0, FIRST_ARGUMENT + 8 * argument)]
     return [*program, *((EQUAL, count - i, 0, value) for i, value in enumerate(values)), *REFUSE, *ALLOW]
+
+
+# What a program with processes is refused: mounts, namespaces, modules, keys, files by handles, io_uring, bpf, page faults,
+# performance events, priorities and cores. All numbers from FIRST_NEW on are absent but those of NEWER.
+REFUSED = {
+    "x86_64": (
+        "101 103 134 135 141 142 144 153-156 159 161-180 203 206-210 212 227 237-239 246 248-251 256 272 278 298 300 301 303-305"
+        " 308 310-313 314 319 321 323 333"
+    ),
+    "aarch64": (
+        "0-4 18 30 39-42 51 60 81 89 92 97 104-106 112 116-119 122 140 142 161 162 170 171 217-219 224 225 235-239 241 262-266"
+        " 268 270-274 279 280 282 292"
+    ),
+}
+NEWER = (
+    424,
+    434,
+    436,
+    437,
+    439,
+    441,
+    449,
+    452,
+)  # signals by and opening of descriptors of its own processes, openat2, ...
+SOCKETS = {"x86_64": 41, "aarch64": 198}
+SOCKET_FAMILIES = (1, 2, 10, 16)  # unix, IPv4, IPv6, netlink; not vsock, which reaches the machine under a virtual one
+
+
+def build_open_filter() -> Program:
+    """Builds the filter of a program with processes. Raises OSError on another machine."""
+    machine = os.uname().machine
+    if machine not in REFUSED:
+        raise OSError(f"programs cannot be isolated on {machine}; only on {', '.join(REFUSED)}")
+    architecture, clone, *_ = MACHINES[machine]
+    program = [(LOAD, 0, 0, ARCHITECTURE), (EQUAL, 1, 0, architecture), *REFUSE, (LOAD, 0, 0, NUMBER)]
+    program += [(EQUAL, 0, 4, clone), (LOAD, 0, 0, FIRST_ARGUMENT), (ANY_BIT, 0, 1, CLONE_NAMESPACES), *REFUSE, *ALLOW]
+    program += _only(SOCKETS[machine], 0, SOCKET_FAMILIES)
+    for number in NEWER:
+        program += [(EQUAL, 0, 1, number), *ALLOW]
+    program += [(AT_LEAST, 0, 1, FIRST_NEW), *ABSENT]
+    for part in REFUSED[machine].split():
+        first, _, last = part.partition("-")
+        program += [(AT_LEAST, 0, 2, int(first)), (AT_LEAST, 1, 0, int(last or first) + 1), *REFUSE]
+    return program + ALLOW
+
+
+# -- a root of its own: namespaces ----------------------------------------------------------------------------------------
+
+NAMESPACES = 0x00020000 | 0x08000000 | 0x04000000 | 0x20000000 | 0x02000000  # mount, ipc, uts, pid, cgroup
+NEW_USER, NEW_NET = 0x10000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    4096,
+    16384,
+    1 << 18,
+)
+MNT_DETACH, PIVOT_ROOT, _CAPSET, PR_CAPBSET_DROP = 2, {"x86_64": 155, "aarch64": 41}, {"x86_64": 126, "aarch64": 91}, 24
+SETUP_FAILED = 125  # exit code: the program was not run
+
+
+def run_in_root(
+    arguments: list[str], variables: dict[str, str], root: dict[str, Any], uid: int | None, cores: int, **limits: int
+) -> None:
+    """Executes a program in a root of its own, and exits with its exit code, or 128 + the signal that ended it.
+
+    `root`: {"at": an empty folder, "readable": [paths], "writable": {path: folder}, "files": {path: text}, "folder": the
+    working one, "network": false}. `cores`: that it may use. When its first process ends, the kernel ends all others. That one is
+    a shell, which has nothing of the caller's memory.
+    """
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        _check(libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "PR_SET_PDEATHSIG")
+        user, group = os.getuid(), os.getgid()
+        namespaces = NAMESPACES | (0 if root["network"] else NEW_NET) | (NEW_USER if user else 0)
+        _check(libc.unshare(namespaces), "namespaces")
+        if user:
+            for name, text in (
+                ("setgroups", "deny"),
+                ("uid_map", f"{user} {user} 1"),
+                ("gid_map", f"{group} {group} 1"),
+            ):
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(text)
+        usable = sorted(os.sched_getaffinity(0))
+        at = os.getpid() % len(usable)
+        os.sched_setaffinity(0, (usable[at:] + usable[:at])[:cores])
+        first = os.fork()
+        if not first:
+            _enter(libc, **root)
+            for capability in range(64):
+                libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+            give_up(uid=uid, readable=None, memory=None, **limits)  # type: ignore[arg-type]
+            capset = _CAPSET[os.uname().machine]
+            _check(libc.syscall(capset, struct.pack("Ii", 0x20080522, 0), bytes(24)), "giving up capabilities")
+            os.chdir(root["folder"])
+            for number in range(1, signal.NSIG):  # Python ignores some
+                with contextlib.suppress(OSError, ValueError):
+                    signal.signal(number, signal.SIG_DFL)
+            os.execve("/bin/sh", ["sh", "-c", '"$@"; exit $?', "sh", *arguments], variables)
+        code = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+        os._exit(128 - code if code < 0 else code)
+    except (OSError, OverflowError) as error:
+        os.write(1, f"the program was not run: {error}".encode())
+    os._exit(SETUP_FAILED)
+
+
+def _mount(libc: ctypes.CDLL, source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    texts = (os.fsencode(text) for text in (source, target, kind))
+    _check(libc.mount(*texts, ctypes.c_ulong(flags), os.fsencode(data)), f"the mount of {target}")
+
+
+def _bind(libc: ctypes.CDLL, source: str, target: str, flags: int) -> None:
+    os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
+    if not os.path.isdir(source):
+        open(target, "w").close()
+    _mount(libc, source, target, "", MS_BIND | MS_REC)
+    _mount(libc, "", target, "", MS_REMOUNT | MS_BIND | flags)
+
+
+def _enter(
+    libc: ctypes.CDLL,
+    at: str,
+    readable: list[str],
+    writable: dict[str, str],
+    files: dict[str, str],
+    folder: str,
+    network: bool,
+) -> None:
+    """Builds the root at `at`, and makes it the only one that this process sees."""
+    os.umask(0o022)
+    _mount(libc, "none", "/", "", MS_REC | MS_PRIVATE)
+    _mount(libc, "root", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+    for path in readable:
+        if os.path.islink(path):  # /lib -> usr/lib
+            os.symlink(os.readlink(path), at + path)
+        elif os.path.exists(path):
+            _bind(libc, path, at + path, MS_RDONLY | MS_NOSUID | MS_NODEV)
+    for path in DEVICES:
+        _bind(libc, path, at + path, MS_NOSUID | MS_NOEXEC)
+    for path, target in (
+        ("fd", "/proc/self/fd"),
+        ("stdin", "fd/0"),
+        ("stdout", "fd/1"),
+        ("stderr", "fd/2"),
+        ("shm", "/tmp"),
+    ):
+        os.symlink(target, f"{at}/dev/{path}")
+    os.makedirs(f"{at}/proc")
+    _mount(libc, "proc", f"{at}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for path, text in files.items():
+        os.makedirs(os.path.dirname(at + path), exist_ok=True)
+        with open(at + path, "w") as file:
+            file.write(text)
+    for path, source in writable.items():
+        _bind(libc, source, at + path, MS_NOSUID | MS_NODEV)
+    _mount(libc, "", at, "", MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir(at)
+    _check(libc.syscall(PIVOT_ROOT[os.uname().machine], b".", b"."), "pivot_root")
+    _check(libc.umount2(b".", MNT_DETACH), "leaving the old root")
+    os.chdir("/")
+    socket.sethostname("sandbox")
+    if not network:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:  # the loopback is up: SIOCSIFFLAGS, IFF_UP
+            fcntl.ioctl(one, 0x8914, struct.pack("16sH14x", b"lo", 1))
 
 
 if __name__ == "__main__":
