@@ -314,7 +314,9 @@ def test_rows_and_cores(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "sft.train_batch_size=10 and 5 rows: every step has each row 2.0 times" in text
 
 
-def test_a_search_on_one_gpu_has_no_split_and_lists_nothing_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_on_one_gpu_has_no_split_and_lists_nothing_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     printed = page(capsys, "plan", EXAMPLE, "--world-size", "1", "--gpu", "24", "--search")
     assert "0 need at most" in printed and "fastest of each" not in printed and "no split fits" in printed
 

@@ -259,8 +259,8 @@ def test_the_task_file_of_the_documentation(tmp_path: Path) -> None:
 
 def test_columns_by_their_names_alone(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    path.write_text('name: x\nversion: 1\ntitle: t\nquestion: "{Frage}"\nanswer: Lösung\n')
-    assert get_task(str(path)).read_row({"Frage": "q", "Lösung": 3}) == ("q", "3")
+    path.write_text('name: x\nversion: 1\ntitle: t\nquestion: "{Frage}"\nanswer: L\u00f6sung\n')
+    assert get_task(str(path)).read_row({"Frage": "q", "L\u00f6sung": 3}) == ("q", "3")
 
 
 def test_wrong_task_files(tmp_path: Path) -> None:
