@@ -104,7 +104,8 @@ def set_ages(samples: Sequence[Sample], batch: Batch, table: GroupTable, step: i
     """Collective: set how many steps ago each token of the batch was sampled (A-3PO)."""
     leader = samples if mesh.is_replica_leader else []
     spans = {
-        (s.prompt_index, s.index): [(one.end, one.version) for one in s.segments] or [(None, s.version)] for s in leader
+        (s.prompt_index, s.index): [(one.end, one.version) for one in s.segments] or [(len(s.response_ids), s.version)]
+        for s in leader
     }
     sampled = {key: of_sample for part in mesh.all_gather(spans) for key, of_sample in part.items()}
     batch.ages = torch.zeros_like(batch.rollout_logprobs)
