@@ -102,11 +102,10 @@ def with_reward_parts(samples: Sequence[Sample], table: GroupTable, names: Seque
 
 def set_ages(samples: Sequence[Sample], batch: Batch, table: GroupTable, step: int, mesh: Mesh) -> None:
     """Collective: set how many steps ago each token of the batch was sampled (A-3PO)."""
-    leader = samples if mesh.is_replica_leader else []
-    spans = {
-        (s.prompt_index, s.index): [(one.end, one.version) for one in s.segments] or [(len(s.response_ids), s.version)]
-        for s in leader
-    }
+    spans = {}
+    for one in samples if mesh.is_replica_leader else ():
+        whole = [(len(one.response_ids), one.version)]
+        spans[one.prompt_index, one.index] = [(part.end, part.version) for part in one.segments] or whole
     sampled = {key: of_sample for part in mesh.all_gather(spans) for key, of_sample in part.items()}
     batch.ages = torch.zeros_like(batch.rollout_logprobs)
     for i, row in enumerate(batch.rows):
