@@ -230,10 +230,10 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
 
 
-def selected_by(actor: ActorConfig) -> Literal["", "entropy", "clip_cov", "kl_cov"]:
-    """Names the rule that chooses tokens of a step (selection.py); "" for none."""
-    if actor.loss_mode == "clip_cov" or actor.loss_mode == "kl_cov":
-        return "clip_cov" if actor.loss_mode == "clip_cov" else "kl_cov"
+def selected_by(actor: ActorConfig) -> str:
+    """Names the rule that chooses tokens of a step (selection.py): clip_cov, kl_cov, entropy, or "" for none."""
+    if actor.loss_mode in ("clip_cov", "kl_cov"):
+        return actor.loss_mode
     return "entropy" if actor.top_entropy_quantile < 1.0 else ""
 
 
