@@ -37,7 +37,14 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
-from grpo_megatron.parallel.exchange import apply_observations, apply_plan, exchange, gather_groups, with_reward_parts
+from grpo_megatron.parallel.exchange import (
+    apply_observations,
+    apply_plan,
+    exchange,
+    gather_groups,
+    set_ages,
+    with_reward_parts,
+)
 from grpo_megatron.parallel.heartbeat import Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -291,6 +298,8 @@ class Run:
             with self.metrics.phase("teachers"):
                 self.teachers.wait(samples)
         batch = exchange(samples, table, plan, self.mesh)
+        if self.config.algorithm.rollout_correction.prox_logp_method == "loglinear":
+            set_ages(samples, batch, table, self.step, self.mesh)
         batch.old_logprobs = self._old_logprobs(batch)  # None: the update's own
         batch.ref_logprobs = self._ref_logprobs(batch)
         if self.teachers is not None:

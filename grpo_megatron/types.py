@@ -372,6 +372,7 @@ class Batch:
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     old_entropy: Tensor | None = None  # float32 [B, R], of the pass for `old_logprobs`; None: it is not read
     selected: Tensor | None = None  # float32 [B, R], 1 at chosen tokens (algo/selection.py); None: none is chosen
+    ages: Tensor | None = None  # float32 [B, R], steps since each token was sampled; None: nothing reads them
     observation_weights: Tensor | None = (
         None  # float32 [B, R], of tokens that an environment wrote; None: they teach nothing
     )

@@ -23,6 +23,17 @@ MetricRecords = dict[str, tuple[Method, Tensor]]
 
 
 @torch.no_grad()
+def mixed_old_logprobs(logprobs: Tensor, rollout_logprobs: Tensor, ages: Tensor) -> Tensor:
+    """Computes log pi_prox = log mu + a / (a + 1) (log pi - log mu), in place of a pass for old ones (A-3PO, arXiv 2512.06547).
+
+    a: the versions of weights between a token's and the step's start; 0 for samples of this step, whose pi_prox is mu. As
+    AReaL's "loglinear". The ratio pi / pi_prox is clipped, and pi_prox / mu weighs. All [B, R].
+    """
+    mixed = rollout_logprobs + ages / (ages + 1.0) * (logprobs - rollout_logprobs)
+    return torch.where(rollout_logprobs.isfinite(), mixed, rollout_logprobs)
+
+
+@torch.no_grad()
 def importance_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, config: RolloutCorrection
 ) -> Tensor | None:

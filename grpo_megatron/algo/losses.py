@@ -53,6 +53,7 @@ class LossInputs(MaskedInputs):
     token_weights: Float[Tensor, "B R"]
     correction: Float[Tensor, "B R"] | None = None  # multiplies the policy loss alone; None: 1
     selected: Float[Tensor, "B R"] | None = None  # 1 at the tokens that selection.py has chosen; None: it chooses none
+    ages: Float[Tensor, "B R"] | None = None  # A-3PO: steps since each token was sampled
     observation_loss: Float[Tensor, "B R"] | None = None  # ECHO: weighed, at text of the environment; not masked
     # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
     teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
@@ -229,10 +230,10 @@ def is_corrected(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     return configured and algorithm.source == "policy" and not loss_facts(actor).is_likelihood
 
 
-def selected_by(actor: ActorConfig) -> Literal["", "entropy", "clip_cov", "kl_cov"]:
-    """Names the rule that chooses tokens of a step (selection.py); "" for none."""
-    if actor.loss_mode == "clip_cov" or actor.loss_mode == "kl_cov":
-        return "clip_cov" if actor.loss_mode == "clip_cov" else "kl_cov"
+def selected_by(actor: ActorConfig) -> str:
+    """Names the rule that chooses tokens of a step (selection.py): clip_cov, kl_cov, entropy, or "" for none."""
+    if actor.loss_mode in ("clip_cov", "kl_cov"):
+        return actor.loss_mode
     return "entropy" if actor.top_entropy_quantile < 1.0 else ""
 
 
@@ -247,7 +248,8 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
         return []
     reasons = []
     num_updates = actor.num_updates(1, train_batch_size)
-    if num_updates > 1 and not algorithm.rollout_correction.bypass_mode:
+    correction = algorithm.rollout_correction
+    if num_updates > 1 and not correction.bypass_mode and correction.prox_logp_method == "recompute":
         reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
     if has_kl_in_reward(algorithm):
         reasons.append("the KL in the reward changes the advantages")

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.losses import LossInputs, LossMetrics, policy_losses, ratio_metrics, ratio_of
+from grpo_megatron.algo.losses import LossInputs, LossMetrics, clamp_log_ratio, policy_losses, ratio_metrics, ratio_of
 from grpo_megatron.algo.ppo import vanilla
 from grpo_megatron.config import ActorConfig
 from grpo_megatron.shapes import Bool, Float
@@ -61,7 +61,7 @@ def kl_cov(inputs: LossInputs, config: ActorConfig) -> tuple[Float[Tensor, "B R"
     """Computes -A rho, plus ppo_kl_coef |log rho| at the chosen tokens (KL-Cov, arXiv 2505.22617; as in verl). No clip."""
     log_ratio = inputs.logprobs - inputs.old_logprobs
     chosen = torch.zeros_like(log_ratio) if inputs.selected is None else inputs.selected
-    loss = -inputs.advantages * ratio_of(log_ratio) + chosen * config.ppo_kl_coef * log_ratio.abs()
+    loss = -inputs.advantages * ratio_of(log_ratio) + chosen * config.ppo_kl_coef * clamp_log_ratio(log_ratio).abs()
     metrics = ratio_metrics(log_ratio, torch.zeros_like(inputs.mask))
     return loss, {**metrics, "actor/selected_frac": chosen}
 

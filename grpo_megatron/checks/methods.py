@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.algo.advantages import advantage_estimators
-from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses
+from grpo_megatron.algo.losses import loss_facts, needs_reference, policy_losses, selected_by
 from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.models import has_critic
 from grpo_megatron.config import Config, OptimConfig, TeacherConfig
@@ -206,6 +206,18 @@ def _losses(config: Config) -> Problems:
             f"{k.algorithm.rollout_correction.bypass_mode} has the engine's log-probabilities in the ratio, and"
             f" {k.algorithm.rollout_correction.rollout_is} would count them again; set rollout_is=null, or bypass_mode=false"
         )
+    if correction.prox_logp_method == "loglinear":
+        for used, other in (
+            (correction.bypass_mode, f"{k.algorithm.rollout_correction.bypass_mode}"),
+            (correction.rollout_rs, f"{k.algorithm.rollout_correction.rollout_rs}"),
+            (config.algorithm.use_kl_in_reward, f"{k.algorithm.use_kl_in_reward}"),
+            (selected_by(actor), f"{k.actor.loss_mode}, {k.actor.top_entropy_quantile}"),
+        ):
+            if used:
+                yield (
+                    f"{k.algorithm.rollout_correction.prox_logp_method} has no pass for old log-probabilities, which {other}"
+                    " reads or replaces; set prox_logp_method=recompute"
+                )
     if not facts.paired:
         return
     if not advantage_estimators.facts(config.algorithm.adv_estimator).makes_pairs:

@@ -52,6 +52,10 @@ class RolloutCorrection(Section):
 
     bypass_mode: Annotated[bool, Needs("actor.loss_mode:is_likelihood=false")] = False
     """the ratio of the loss is to the engine's log-probabilities, without weights: no old ones are computed"""
+    prox_logp_method: Annotated[Literal["recompute", "loglinear"], Needs("actor.loss_mode:is_likelihood=false")] = (
+        "recompute"
+    )
+    """The old log-probabilities of the ratio: the policy's at the step's start, or A-3PO's mixture with the engine's, by age."""
     rollout_is: Literal["token", "sequence", "geometric", "icepop"] | None = "token"
     """null: no weights"""
     rollout_is_threshold: Annotated[float, Needs(".rollout_is")] = Field(2.0, gt=0)

@@ -60,6 +60,7 @@ class GuardsConfig(Section):
         Band,
         Needs("actor.loss_mode:is_likelihood=false or algorithm.use_kl_in_reward=true"),
         Needs("algorithm.rollout_correction.bypass_mode=false"),
+        Needs("algorithm.rollout_correction.prox_logp_method=recompute"),
     ] = Band()
     """mean |old - rollout log-probability|, as training/rollout_logp_diff_mean. Not with bypass_mode: several updates
     would not measure it"""

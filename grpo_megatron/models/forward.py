@@ -503,6 +503,7 @@ def loss_inputs(
         observed = -torch.where(weights > 0, weights * logprobs, 0.0)
     return LossInputs(
         observation_loss=observed,
+        ages=None if batch.ages is None else select(batch.ages),
         logprobs=logprobs,
         entropy=entropy,
         old_logprobs=logprobs.detach() if batch.old_logprobs is None else select(batch.old_logprobs),

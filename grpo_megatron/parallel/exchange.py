@@ -100,6 +100,21 @@ def with_reward_parts(samples: Sequence[Sample], table: GroupTable, names: Seque
     return replace(table, reward_parts=[[of_sample.get(name, 0.0) for name in names] for of_sample in rows])
 
 
+def set_ages(samples: Sequence[Sample], batch: Batch, table: GroupTable, step: int, mesh: Mesh) -> None:
+    """Collective: set how many steps ago each token of the batch was sampled (A-3PO)."""
+    spans = {}
+    for one in samples if mesh.is_replica_leader else ():
+        whole = [(len(one.response_ids), one.version)]
+        spans[one.prompt_index, one.index] = [(part.end, part.version) for part in one.segments] or whole
+    sampled = {key: of_sample for part in mesh.all_gather(spans) for key, of_sample in part.items()}
+    batch.ages = torch.zeros_like(batch.rollout_logprobs)
+    for i, row in enumerate(batch.rows):
+        start = 0
+        for end, version in sampled[table.prompt_index[row], table.index[row]]:
+            batch.ages[i, start:end] = max(0, step - version)
+            start = end
+
+
 def drawn_twice(parts: Sequence[TablePart]) -> list[tuple[int, int]]:
     """The (prompt, index) pairs that are in `parts` more than once, in order."""
     pairs, counts = np.unique(np.concatenate([part.numbers[:2] for part in parts], axis=1), axis=1, return_counts=True)

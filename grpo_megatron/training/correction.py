@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_megatron.algo.corrections import correction_weights, importance_weights, rejection_mask
+from grpo_megatron.algo.corrections import correction_weights, importance_weights, mixed_old_logprobs, rejection_mask
 from grpo_megatron.algo.distillation import with_teachers
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import (
@@ -159,7 +159,10 @@ def build_loss(
             inputs, distilled = with_teachers(inputs, teachers, discount)
         if correction is not None and correction.bypass_mode:
             inputs = replace(inputs, old_logprobs=inputs.rollout_logprobs)
-        elif correction is not None and weighs and inputs.correction is None:
+        elif inputs.ages is not None:
+            old = mixed_old_logprobs(inputs.logprobs.detach(), inputs.rollout_logprobs, inputs.ages)
+            inputs = replace(inputs, old_logprobs=old)
+        if correction is not None and weighs and inputs.correction is None:
             factors = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
             inputs = replace(inputs, correction=factors)
         total, metrics = total_loss(inputs, actor, policy_loss, penalty)

@@ -87,7 +87,8 @@ def two_tables(*, penalties: bool = False, steps: bool = False) -> tuple[GroupTa
         [kept(row, mask) for row, mask in zip(rows, MASKS, strict=True)] for rows in (full_penalties, values)
     )
     compact = table([[1] * n for n in NUM_LOSS_TOKENS], compact_penalties, compact_steps)
-    return full, replace(compact, values=compact_values)
+    parts = [[reward, float(row % 2)] for row, reward in enumerate(full.reward)]
+    return replace(full, reward_parts=parts), replace(compact, values=compact_values, reward_parts=parts)
 
 
 @pytest.mark.parametrize("penalties", [False, True])

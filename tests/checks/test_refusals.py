@@ -117,6 +117,13 @@ rollout.n=1 => rollout.n=1: algorithm.adv_estimator='grpo' compares the samples 
 algorithm.adv_estimator=remax algorithm.source=file actor.loss_mode=sft => needs a greedy response to every prompt
 algorithm.adv_estimator=grpo_process => set reward.function to a module:function that returns
 algorithm.adv_estimator=OWN:steps_over_greedy => needs rewards of single steps, and the reward 'arithmetic' gives one
+algorithm.adv_estimator=gdpo => needs parts of the reward, and the config gives one for the whole response
+algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_reward_weights=[1] => has 1 numbers for 2 names
+actor.use_unbiased_kl=true actor.kl_loss_type=k2 => is unbiased for the values of k1 and k3 alone
+algorithm.rollout_correction.prox_logp_method=loglinear algorithm.rollout_correction.rollout_rs=token => set prox_logp_method
+algorithm.rollout_correction.prox_logp_method=loglinear actor.top_entropy_quantile=0.2 => set prox_logp_method=recompute
+actor.echo_coef=0.1 => actor.echo_coef=0.1 has no effect with rollout.multi_turn.environment=null
+reward.length.kind=target => reward.length.kind=target needs reward.length.target_len
 actor.loss_mode=gspo => set loss_agg_mode=seq-mean-token-mean
 actor.loss_mode=OWN:preference algorithm.adv_estimator=OWN:pairs => =seq-mean-token-mean or seq-mean-token-sum
 DPO => actor.loss_mode=dpo needs pairs, and algorithm.adv_estimator='grpo' makes none

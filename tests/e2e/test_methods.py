@@ -51,6 +51,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "partial": {**PARTIAL, "trainer": {"total_training_steps": 3}},
     "partial again": {**PARTIAL, "trainer": {"total_training_steps": 2, "save_freq": 2}},
     "partial resumed": {**PARTIAL, "trainer": {"total_training_steps": 3, "save_freq": 2}},
+    "a3po": {**PARTIAL, "algorithm": {"rollout_correction": {"prox_logp_method": "loglinear"}}},
     "dupo": {"reward": PARITY, "algorithm": {"dupo": True}},
     "replay": {"algorithm": {"replay": {"ratio": 0.5}}, "trainer": {"total_training_steps": 3}},
     "remax": {"algorithm": {"adv_estimator": "remax"}},
@@ -210,6 +211,12 @@ def test_partial_rollouts_go_on_under_newer_weights(runs: dict[str, dict[str, An
     shares = column(run, "rollout/partial/earlier_token_ratio")
     drift = column(run, "rollout_corr/k3_kl")
     assert shares[0] == 0 < min(shares[1:]) and drift[0] < 1e-9 < 1e-5 < min(drift[1:])
+
+
+def test_a3po_needs_no_pass_for_old_logprobs(runs: dict[str, dict[str, Any]]) -> None:
+    assert not any("timing_s/old_log_prob" in row for row in runs["a3po"]["metrics"])
+    assert all("timing_s/old_log_prob" in row for row in runs["partial"]["metrics"])
+    assert max(column(runs["a3po"], "rollout/partial/earlier_token_ratio")) > 0
 
 
 def test_dupo_trains_on_no_group_without_variance(runs: dict[str, dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ The policy has random weights, so its turns end at a digit (`stop_token_ids`) or
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,19 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
 
     In each run engine and policy agree at every generated token; the second step is sampled after a sync.
     """
-    drawn = []
+    drawn, observed = [], []
     for world, cache, delay in ((1, True, 0.0), (4, False, 0.1)):
         raw = settings(workspace, tmp_path / str(world), world, "Echo", multi_turn={"kwargs": {"delay_s": delay}})
         raw["rollout"]["enable_prefix_caching"] = cache
-        raw["actor"] = {"optim": {"lr": 0.0}}  # the second step is comparable, too
+        raw["actor"] = {"optim": {"lr": 0.0}, "echo_coef": 0.1}  # the second step is comparable, too
         drawn.append(run_ranks.all_samples(worlds.run(run_ranks.train, world, raw=raw, keep_weights=False)))
         for row in metric_rows(tmp_path / str(world)):
             assert row["training/rollout_logp_diff_mean"] <= 1e-6
             assert row["training/rollout_logp_diff_max"] <= 1e-5
             assert row["trajectory/turns/mean"] > 1.2 and row["trajectory/observation_share"] > 0.1
+            observed.append(row["actor/observation_loss"])
+    assert observed == pytest.approx([0.1 * math.log(80)] * 4, rel=0.1)  # untrained: uniform over 80 tokens
+    assert observed[:2] == pytest.approx(observed[2:], rel=1e-5)
     assert drawn[0] == drawn[1]
     assert [len(samples) for samples in drawn[0].values()] == [21, 21]
     assert drawn[0][0] != drawn[0][1]

@@ -130,6 +130,38 @@ def test_a_sample_drawn_twice_stops_every_rank() -> None:
         assert "sampled twice: (prompt, index) [(0, 0), (0, 1)]" in message
 
 
+def test_parts_of_rewards_and_ages_of_tokens_by_row() -> None:
+    """Two leaders with every other sample. One sample was continued twice: by weights of steps 3, 4 and 6; the step is 6."""
+    import torch
+
+    from grpo_megatron.parallel.exchange import merge_parts, set_ages, table_part, with_reward_parts
+    from grpo_megatron.types import Batch, Segment
+
+    samples = draw(2, 2)
+    for number, sample in enumerate(samples):
+        sample.version, sample.reward_metrics = 5, {"a": float(number)} | ({"b": 2.0} if number == 1 else {})
+    samples[2].response_ids, samples[2].loss_mask = [1] * 4, [1] * 4
+    samples[2].segments = [Segment(0, 1, 3, ""), Segment(1, 3, 4, ""), Segment(3, 4, 6, "")]
+    other = samples[1::2]
+
+    def gather(values: Any) -> list[Any]:  # of the second rank, by the same rule
+        return [values, keys_of[type(next(iter(values.values())))]]
+
+    keys_of: dict[type, Any] = {
+        dict: {(s.prompt_index, s.index): s.reward_metrics for s in other},
+        list: {(s.prompt_index, s.index): [(len(s.response_ids), s.version)] for s in other},
+    }
+    mesh: Any = mock.Mock(is_replica_leader=True, all_gather=gather)
+    table = merge_parts([table_part(samples)])
+    assert with_reward_parts(samples[::2], table, ["b", "a"], mesh).reward_parts == [[0, 0], [2, 1], [0, 2], [0, 3]]
+    with pytest.raises(ValueError, match="no sample of this step has 'c'; the reward reports a, b"):
+        with_reward_parts(samples[::2], table, ["a", "c"], mesh)
+    batch: Any = mock.Mock(spec=Batch, rows=[2, 1], rollout_logprobs=torch.zeros(2, 9))
+    set_ages(samples[::2], batch, table, 6, mesh)
+    length = len(samples[1].response_ids)
+    assert batch.ages.tolist() == [[3, 2, 2, 0] + [0] * 5, [1] * length + [0] * (9 - length)]
+
+
 @pytest.mark.parametrize("layout", [(2, 1, 1, 1), (2, 2, 1, 1), (4, 1, 2, 2), (4, 1, 1, 1)], ids=str)
 def test_an_image_travels_once_between_two_ranks(layout: tuple[int, ...]) -> None:
     """Five prompts with three samples each: two with the image A, at other places; one with A and B; two with none."""

@@ -195,6 +195,21 @@ def test_two_ranks_do_what_one_does_and_tokens_outside_the_loss_get_nothing(name
     assert math.fsum(weights) == pytest.approx(1)  # token-mean over what is kept
 
 
+def test_the_old_policy_of_a3po_lies_between_the_engines_and_the_current_one() -> None:
+    """Ages 0, 1, 3: shares 0, 1/2, 3/4 of log pi - log mu = .4: ratios e^.4, e^.2, e^.1 and weights 1, e^.2, e^.3."""
+    mixed = {"prox_logp_method": "loglinear", "rollout_is_threshold": 1.3}
+    algorithm = AlgorithmConfig(rollout_correction=mixed)  # type: ignore[arg-type]
+    actor = ActorConfig(ppo_mini_batch_size=2, use_kl_loss=False, clip_ratio_c=None)
+    assert reasons_for_old_pass(algorithm, actor, 4) == []
+    logprobs, ones = torch.full((1, 3), -1.0), torch.ones(1, 3)
+    columns = {"logprobs": logprobs, "entropy": logprobs, "old_logprobs": logprobs, "rollout_logprobs": logprobs - 0.4}
+    ages = torch.tensor([[0.0, 1.0, 3.0]])
+    inputs = LossInputs(**columns, ref_logprobs=None, advantages=ones, mask=ones.bool(), token_weights=ones, ages=ages)
+    loss, _ = build_loss(actor, algorithm)(inputs)
+    expected = 1.2 + math.exp(0.2) * 1.2 + 1.3 * math.exp(0.1)  # e^.2 = 1.2214 is above the clip, e^.3 above C
+    assert loss.item() == pytest.approx(-expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("mini_batch", [4, 2])
 def test_the_ratio_to_the_engines_probabilities_needs_no_old_ones(mini_batch: int) -> None:
     """`bypass_mode`: rho = pi / mu, here e^(0.5 - 0.25 t). One update per step still measures pi_old against mu."""
