@@ -249,7 +249,7 @@ def test_dpo_refuses_rows_that_are_no_pairs() -> None:
 MASK = [[1] * 5, [1] * 3 + [0] * 2, [1] * 4 + [0], [1] + [0] * 4]
 DIFFERENTIABLE = [
     *(("vanilla", "k1"), ("vanilla", "k3"), ("sapo", "abs"), ("gpg", "k2")),
-    *(("gspo", "k3"), ("gmpo", "k3"), ("dpo", "k3")),
+    *(("gspo", "k3"), ("gmpo", "k3"), ("dpo", "k3"), ("dro", "k3")),
 ]
 
 
