@@ -91,7 +91,6 @@ SAME_MEANING = {  # a name here -> others for the same thing, which no spelling 
     "tensorboard": "tb",
     "console": "stdout terminal",
     "math": "math_verify accuracy accuracy_reward",
-    "kl_loss_coef": "kl_coef kl_beta",
 }
 
 

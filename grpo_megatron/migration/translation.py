@@ -534,6 +534,7 @@ def known_elsewhere(key: str) -> str | None:
 
 
 def with_words_of(key: str, names: Sequence[str]) -> list[str]:
-    """The names whose last part has all words of a key: total_training_steps for total_steps."""
-    words = set(key.split("_"))
-    return [name for name in names if words <= set(name.rpartition(".")[2].split("_"))]
+    """The names whose last part has all words of a key: total_training_steps for total_steps. Those that begin alike first."""
+    words = key.split("_")
+    parts = {name: name.rpartition(".")[2].split("_") for name in names}
+    return sorted((name for name in names if {*words} <= {*parts[name]}), key=lambda name: parts[name][0] != words[0])

@@ -94,9 +94,10 @@ def test_each_reward_of_the_rows_is_called(user_module: None) -> None:
 def test_an_answer_in_its_form_is_right_to_every_grader(name: str) -> None:
     for prompt in ("6 * 7 =", "6 * 7 =<think>\n", "6 * 7 =<think>\n\n</think>\n\n"):
         form = answer_form(prompt, [name])
-        for answer, score in (("42", 1.0), ("41", {"graded": 0.01, "graded_answer": 0.01}.get(name, 0.0))):
-            response = reward_item(Prompt("u", (), prompt, "42", "s", name), form.response(answer, prompt))
-            assert rewards.get(name)(response.completion, "42")["score"] == score, (prompt, response.completion)
+        right, wrong = ("C", "D") if name == "choice" else ("42", "41")
+        for answer, score in ((right, 1.0), (wrong, {"graded": 0.01, "graded_answer": 0.01}.get(name, 0.0))):
+            response = reward_item(Prompt("u", (), prompt, right, "s", name), form.response(answer, prompt))
+            assert rewards.get(name)(response.completion, right)["score"] == score, (prompt, response.completion)
 
 
 @pytest.mark.parametrize(
