@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -131,6 +133,34 @@ def test_secrets_of_the_run_are_out_of_sight(
     )
     assert run(other, "cat mine") == ("hostile-key\n", 0, "")
     other.stop()
+
+
+def test_services_and_mounts_of_this_machine(sandbox: LocalSandbox) -> None:
+    """A port of this machine is out of reach unless `network` is set; all that is mounted from here is read only."""
+    code = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5).close(); print('reached')"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = ["/usr/bin/python3", "-c", code, str(server.getsockname()[1])]
+        assert "ConnectionRefusedError" in sandbox.run(command, 60.0).text()
+        open_one = LocalSandbox(FolderTask("t", ""), dataclasses.replace(LIMITS, network=True))
+        open_one.start()
+        assert open_one.run(command, 60.0).text() == "reached\n"
+        open_one.stop()
+    lines = run(sandbox, "cat /proc/self/mountinfo")[0].splitlines()
+    mounts = {line.split()[4]: line.split()[5].split(",") for line in lines}
+    writable = {path for path, options in mounts.items() if "ro" not in options}
+    assert writable == {"/app", "/tmp", "/root", "/logs", "/proc", *walls.DEVICES} and "/usr" in mounts
+    assert all("nosuid" in options for options in mounts.values())
+    status = dict(line.split(":\t") for line in run(sandbox, "cat /proc/self/status")[0].splitlines() if ":\t" in line)
+    assert {int(value, 16) for name, value in status.items() if name.startswith("Cap")} == {0}
+    assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
+
+
+def test_the_memory_of_this_process_does_not_count(sandbox: LocalSandbox) -> None:
+    """A sandbox begins as a fork of its environment, with all that has been loaded there."""
+    large = bytearray(os.urandom(1 << 20) * 300)
+    for _ in range(10):
+        assert run(sandbox, "sleep 0.1") == ("", 0, "")
+    del large
 
 
 BOMBS = {  # command -> a part of what is said

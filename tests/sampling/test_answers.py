@@ -12,6 +12,7 @@ from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.environments.environment import Outcome, Step
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, EnvironmentsLost, shorten
+from grpo_megatron.types import ENDINGS
 from tests.fakes import LoneMesh, trajectory
 
 EOS = 0
@@ -131,6 +132,25 @@ def test_what_has_no_tokens_or_cannot_be_tokenized_is_no_prompt(step: Step | Non
     [answer] = answers.take([trajectory(4)])
     words = "cannot be rendered: IndexError" if step is None else "are no token"
     assert answer.status == "raised" and words in answer.message
+
+
+@pytest.mark.parametrize("status", ENDINGS)
+@pytest.mark.parametrize("finishes", [True, False])
+def test_an_environment_that_finishes_is_asked_where_a_limit_has_ended_it(status: str, finishes: bool) -> None:
+    """Not where it ended the trajectory itself, or failed. The reward comes behind the last turn."""
+    graded = Outcome(Step([], reward=0.25, done=True, metrics={"graded": 1.0}), seconds=0.5)
+    environment = "folders" if finishes else "tools"
+    answers, pool = answers_of(said("question"), graded, environment=environment)
+    t = trajectory(4)
+    answers.start([t])
+    t.begin(answers.take([t])[0])
+    t.generated(Completion([1, 2, EOS], [-1.0] * 3, "stop"), 1)
+    t.status, t.finish_reason = status, "length" if status == "length" else "stop"
+    assert answers.ask_to_finish(t) is (finishes and status in ("turn_limit", "length"))
+    if finishes and status in ("turn_limit", "length"):
+        assert pool.calls[-1] == ("step", t.key, None)  # type: ignore[attr-defined]
+        t.finished(answers.take([t])[0])
+        assert (t.turn_rewards, t.metrics, t.status) == ([(2, 0.25)], {"graded": 1.0}, status)
 
 
 @pytest.mark.parametrize("broken_in", ["start", "step", "wait", "end"])
