@@ -353,7 +353,7 @@ class NamedWeights:
 
     weights: str
 
-    def logprobs(self, batch: Any, temperature: float | None = None) -> torch.Tensor:
+    def logprobs(self, batch: Any, temperature: float | None = None, entropies: Any = None) -> torch.Tensor:
         return logprob_under(self.weights) * batch.response_mask
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:
