@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -68,7 +69,7 @@ def play(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Outcome]]:
     monkeypatch.syspath_prepend(str(AGENTS))
 
     def run(name: str, kwargs: dict[str, Any], row: dict[str, Any], *turns: str) -> list[Outcome]:
-        with EnvironmentPool(name, kwargs, timeout_s=60.0) as pool:
+        with EnvironmentPool(name, kwargs, timeout_s=60.0, memory_gib=256.0) as pool:  # node reserves addresses
             pool.start("one", row, 7)
             outcomes = [pool.wait(["one"])["one"]]
             for turn in turns:
@@ -220,3 +221,38 @@ def test_a_taskset_of_verifiers(play: Callable[..., list[Outcome]], monkeypatch:
     assert (end.reward, end.metrics) == (1.0, {"turns": 2.0, "is_right": 1.0})
     [gone] = play("command", {"command": [*program, block]}, {"idx": 9})
     assert gone.status == "raised" and "has no such task" in gone.message, gone
+
+
+@pytest.mark.soak  # 9 to 55 s each on two busy cores: their imports
+@pytest.mark.parametrize(
+    ("name", "package", "tool", "submit"),
+    [
+        ("mini_swe_agent", "minisweagent", "bash", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat word.txt"),
+        ("agents_sdk_chat", "agents", "bash", ""),
+        ("agents_sdk_responses", "agents", "bash", ""),
+        ("qwen_code", "", "run_shell_command", ""),
+    ],
+)
+def test_harnesses_of_others_run_unmodified(
+    play: Callable[..., list[Outcome]], name: str, package: str, tool: str, submit: str
+) -> None:
+    """What the model writes reaches the harness's shell; what the shell prints is the only observation."""
+    if not package and shutil.which("qwen") is None:
+        pytest.skip("there is no program qwen; npm install @qwen-code/qwen-code, and put its folder on PATH")
+
+    def shell(command: str) -> str:
+        arguments = {"command": command, **({} if package else {"is_background": False})}
+        return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+    for word, reward in (("apple", 1.0), ("pear", 0.0)):  # the second model answers with another word than it reads
+        last = shell(submit if reward else submit.replace("cat word.txt", "echo apple")) if submit else "apple"
+        turns = [written_turn(text, [4], [text], [-0.5]) for text in (shell("cat word.txt"), last)]
+        kwargs = {"command": [python_with(package) if package else sys.executable, str(OTHERS / "harnesses.py"), name]}
+        start, more, end = steps(
+            play("command", kwargs, {"prompt": "Say the word in word.txt", "answer": word}, *turns)
+        )
+        assert start.messages[-1] == {"role": "user", "content": "Say the word in word.txt"}
+        assert tool in [one["function"]["name"] for one in start.request.tools]
+        [observed] = more.messages
+        assert observed["role"] == "tool" and word in observed["content"] and not more.request.branch
+        assert (end.reward, end.done) == (reward, True)
