@@ -21,6 +21,7 @@ from grpo_megatron.storage.run_files import add_event
 from grpo_megatron.training.stopping import EXIT_TO_GROW, HEARTBEAT
 
 if TYPE_CHECKING:
+    from grpo_megatron.checks.validate import Checked
     from grpo_megatron.planning.parameters import RunModels
     from grpo_megatron.planning.search import PlannedLayout
 
@@ -66,11 +67,11 @@ class Fallbacks:
             yield name, f"{ranks} train, {layout.seconds.step:.3g} s per step (estimated): {changes}"
 
 
-def build_healing(config: Config, models: RunModels) -> Callable[[Cause], Restart | None]:
+def build_healing(config: Config, checked: Checked) -> Callable[[Cause], Restart | None]:
     """Returns what decides after a failure. Without `trainer.healing.layouts` the run ends."""
     if not config.trainer.healing.is_on:
         return lambda cause: None
-    return Healing(config, Fallbacks(config, models, GPUS[REFERENCE])).after
+    return Healing(config, Fallbacks(config, checked.models, GPUS[REFERENCE])).after
 
 
 class Healing:

@@ -30,7 +30,7 @@ from grpo_megatron.cli.failures import (
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
-from grpo_megatron.storage.files import IN_MEMORY, folder_until_exit, private_folder, write_file
+from grpo_megatron.storage.files import MEMORY_FOLDER, folder_until_exit, private_folder, write_file
 
 RESTART_NAME = "restart.json"  # a file in the launcher's folder: a Restart
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
@@ -116,7 +116,7 @@ def start_ranks(
     os.environ[LAUNCHER_PID] = str(os.getpid())
     requests = _Requests(can_stop)
     restart, visible = Restart(world_size), os.environ.get("CUDA_VISIBLE_DEVICES")
-    memory = private_folder(IN_MEMORY) if remembers else contextlib.nullcontext(None)
+    memory = private_folder(MEMORY_FOLDER) if remembers else contextlib.nullcontext(None)
     try:
         with memory as mirror:
             while True:

@@ -94,7 +94,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if by_epochs and _has_nothing_to_do(config):
         return 0
     if starts_ranks:
-        heal = build_healing(config, checked.models)
+        heal = build_healing(config, checked)
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device = config.trainer.device

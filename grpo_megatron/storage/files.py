@@ -386,7 +386,7 @@ def _is_of_this_job(holder: str) -> bool:
 # Each is locked. One that a killed launcher has left is removed at the next start: only this user's, and only after MIN_AGE_S.
 
 PREFIX = "grpo_megatron-"
-IN_MEMORY = Path("/dev/shm")  # Linux: a file system in memory
+MEMORY_FOLDER = Path("/dev/shm")  # Linux: a file system in memory
 MIN_AGE_S = 60.0  # a younger one may be between its creation and its lock
 
 
@@ -436,7 +436,7 @@ def folder_until_exit() -> Path:
 
 def remove_leftovers() -> None:
     """Remove what killed runs of this user have left. Errors are ignored: another process may clean up, too."""
-    for folder in (found for root in (Path(tempfile.gettempdir()), IN_MEMORY) for found in root.glob(f"{PREFIX}*")):
+    for folder in (found for root in (Path(tempfile.gettempdir()), MEMORY_FOLDER) for found in root.glob(f"{PREFIX}*")):
         with contextlib.suppress(OSError):
             status = folder.lstat()
             if status.st_uid != os.getuid() or time.time() - status.st_mtime <= MIN_AGE_S:

@@ -17,7 +17,7 @@ from grpo_megatron.cli.ranks import Restart
 from grpo_megatron.config import Config
 from grpo_megatron.config.problems import Problem
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
-from grpo_megatron.storage.files import IN_MEMORY
+from grpo_megatron.storage.files import MEMORY_FOLDER
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.stopping import EXIT_TO_GROW, HEARTBEAT
 from tests import tiny
@@ -170,7 +170,7 @@ def test_a_run_that_loses_a_rank_goes_on_with_fewer_grows_again_and_has_the_bits
     code, out, err, survivors = run_command(raw, tmp_path, SOAK_FAULT=json.dumps(fault))
     assert (code, survivors) == (0, []), err
     assert "rank 1 was ended by SIGKILL" in err and "healing: lost rank 1 after 2 steps" in out, out
-    assert f"resumed from {IN_MEMORY if memory else healed}" in out
+    assert f"resumed from {MEMORY_FOLDER if memory else healed}" in out
     if memory:  # the folder has gone with the launcher
         assert not Path(out.partition("resumed from ")[2].partition("/checkpoints")[0]).exists()
     code, _, err, _ = run_command(exact_run(root, undisturbed, 1, save_freq=freq), tmp_path)
