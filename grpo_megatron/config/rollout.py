@@ -76,8 +76,9 @@ class MultiTurnConfig(Section):
     """wall-clock seconds of one reset or step"""
     memory_gib: float = Field(2.0, gt=0)
     """address space of one environment, above what its worker has loaded"""
-    failed: Literal["keep", "mask"] = "keep"
-    """trajectories that their environment failed: in the loss, or not"""
+    failed: Literal["keep", "mask"] = "mask"
+    """trajectories that their environment failed: mask: without a reward, out of loss and statistics; keep: with the reward
+    so far"""
 
 
 class PartialConfig(Section):

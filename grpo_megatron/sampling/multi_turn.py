@@ -497,7 +497,10 @@ class TrajectoryGenerator(Generator):
     ) -> None:
         super().__init__(*parts, **named)
         self.answers, self.max_prompt_length = answers, max_prompt_length
-        self.grading = TurnGrading(self.grading.pool, self.tokenizer, gives_rewards=gives_rewards)
+        is_kept = answers.multi_turn.failed == "keep"
+        self.grading = TurnGrading(
+            self.grading.pool, self.tokenizer, gives_rewards=gives_rewards, keeps_failed=is_kept
+        )
 
     def _finished(
         self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics
@@ -554,7 +557,6 @@ class TrajectoryGenerator(Generator):
     def _ended(self, wanted: SamplingRound, number: int, trajectory: Trajectory) -> Sample:
         place, index = wanted.of(number)
         prompt = wanted.prompts[place]
-        is_masked = self.answers.multi_turn.failed == "mask" and trajectory.status in FAILURES
         if trajectory.prompt_ids:
             prompt = replace(prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids))
         return Sample(
@@ -567,7 +569,7 @@ class TrajectoryGenerator(Generator):
             version=trajectory.version,
             weights_digest=self.weights_digest(),
             seed=trajectory.seed,
-            loss_mask=[0] * len(trajectory.response_ids) if is_masked else trajectory.loss_mask(),
+            loss_mask=trajectory.loss_mask(),
             turns=trajectory.turns,
             status=trajectory.status,
             turn_rewards=trajectory.turn_rewards,
@@ -599,15 +601,16 @@ class TrajectoryGenerator(Generator):
 # An environment with `gives_rewards` grades by itself: the reward is the sum over the turns. Otherwise the reward function
 # reads the text of the assistant's last turn, and what single turns have earned is added. `Sample.steps` are the function's
 # steps if it gives some, else what the turns have earned, with the function's reward at the end of the last turn. A
-# trajectory without a turn, because its environment did not start, cannot be scored (NaN).
+# trajectory that its environment has failed has no reward (NaN), which takes it out of statistics and loss: what it has
+# earned so far says nothing of how it would have ended. With `failed: keep` it has, unless it has no turn.
 
 
 class TurnGrading(Grading):
     """The grading of trajectories. `pool` is also None where the environment gives the rewards."""
 
-    def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool) -> None:
+    def __init__(self, pool: RewardPool | None, tokenizer: Any, *, gives_rewards: bool, keeps_failed: bool) -> None:
         super().__init__(pool, tokenizer)
-        self.gives_rewards = gives_rewards
+        self.gives_rewards, self.keeps_failed = gives_rewards, keeps_failed
         self._last_turns: list[tuple[Sample, Turn, Sample]] = []  # trajectory, its last turn, that turn as a sample
         self._earlier: defaultdict[tuple[int, int], list[Sample]] = defaultdict(list)  # its other sequences
 
@@ -620,6 +623,8 @@ class TurnGrading(Grading):
     def add(self, sample: Sample) -> None:
         """Queue the last turn of a complete trajectory, or take the rewards of its environment. Returns at once."""
         turn = next((turn for turn in reversed(sample.turns) if turn.kind == "assistant"), None)
+        if sample.status in FAILURES and not self.keeps_failed:
+            return
         sample.steps = list(sample.turn_rewards)
         if sample.index >= BRANCH:
             self._earlier[sample.prompt_index, sample.index % BRANCH].append(sample)

@@ -130,8 +130,8 @@ def test_a_reward_function_reads_the_last_turn_and_adds_to_what_turns_have_earne
 def test_trajectories_whose_environment_failed_are_kept_or_masked(failed: str) -> None:
     samples, _, _ = draw(1, 2, fail={(key(1, 1), 2): "died", (key(2, 0), 0): "timeout"}, failed=failed)
     assert [sample.status for sample in samples] == ["ok", "died", "timeout", "ok"]
-    assert [any(sample.loss_mask) for sample in samples] == [True, failed == "keep", False, True]
-    assert samples[1].response_ids and math.isfinite(samples[1].reward)
+    assert samples[1].response_ids and math.isfinite(samples[1].reward) == (failed == "keep")
+    assert samples[1].reward_failure and not samples[0].reward_failure
     never_began = samples[2]
     assert math.isnan(never_began.reward) and never_began.response_ids == [] and never_began.prompt.text == "as loaded"
 
