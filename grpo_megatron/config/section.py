@@ -123,8 +123,6 @@ def _unusable(value: Any) -> Iterator[str]:
 
 def _expanded(value: Any) -> Any:
     """Returns a path as a list of one, and a pattern as the files that match it, in order, or as it is where none does."""
-    if value is None:
-        raise ValueError("it is empty; write a path, or [] for no file")
     paths = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(paths, list | tuple):
         return value
@@ -197,7 +195,9 @@ def reason_and_remedy(error: Any) -> str:
     given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
     text = VALUE_REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
     if error["type"] == "literal_error" and isinstance(given, str):
-        text += did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
+        text += did_you_mean({"gpu": "cuda"}.get(given, given), re.findall("'([^']+)'", context["expected"]))
+    if error["input"] is None and error["type"] in ("list_type", "tuple_type"):
+        text = "it is empty; leave it out, or write [VALUE]"
     return cut(text.removeprefix("Value error, "), 1000)
 
 

@@ -247,7 +247,7 @@ def search_splits(
     counts = range(unit, world, unit)
     itemsize, length = DTYPE_BYTES[config.model.dtype], config.data.max_prompt_length + config.data.max_response_length
     engines = dict.fromkeys(layout.rollout_tp for layout in shapes(config, models.arch, world, machine.per_node))
-    for rollout_ranks in counts[:: -(-len(counts) // MOST_SPLITS) or 1]:
+    for rollout_ranks in counts[:: max(1, -(-len(counts) // MOST_SPLITS))]:  # none of one rank
         role: dict[str, Any] = {"placement": "separate", "lag": max(1, config.rollout.lag)}
         role |= {"num_nodes": rollout_ranks // unit} if unit > 1 else {"num_ranks": rollout_ranks}
         generate: dict[float, Config] = {}  # of each engine that fits

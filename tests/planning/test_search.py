@@ -200,3 +200,8 @@ def test_the_nearest_are_the_nearest_of_all(monkeypatch: pytest.MonkeyPatch) -> 
     distances = sorted(found.layout.distance(now) for found in every if found.has_margin)
     assert [planned.layout.distance(now) for planned in near] == distances[:3]
     assert len({planned.layout for planned in near}) == 3
+
+
+def test_one_rank_has_no_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, models, work = config_70b(monkeypatch)
+    assert list(search_splits(config, models, work, PlannedMachine(find_gpu("h200"), 1, 1))) == []
