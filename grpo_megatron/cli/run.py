@@ -171,6 +171,11 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
                 f"train-reward trains a model that scores, and {keys_of(config).actor.loss_mode} trains a language model; set"
                 " loss_mode=bradley_terry (pairs) or step_labels (steps), or use the command train"
             )
+    if config.trainer.healing.is_on and "RANK" in os.environ and failures.LAUNCHER_PID not in os.environ:
+        yield (
+            f"{keys_of(config).trainer.healing.layouts}: ranks that torchrun or srun has started are not started again; leave"
+            " it out, or start the command without them"
+        )
     if options.resolved_config is not None:
         from grpo_megatron.cli.plan import resolved_problem
 

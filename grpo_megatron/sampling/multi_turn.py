@@ -498,9 +498,7 @@ class TrajectoryGenerator(Generator):
         super().__init__(*parts, **named)
         self.answers, self.max_prompt_length = answers, max_prompt_length
         is_kept = answers.multi_turn.failed == "keep"
-        self.grading = TurnGrading(
-            self.grading.pool, self.tokenizer, gives_rewards=gives_rewards, keeps_failed=is_kept
-        )
+        self.grading = TurnGrading(self.grading.pool, self.tokenizer, gives_rewards=gives_rewards, keeps_failed=is_kept)
 
     def _finished(
         self, wanted: SamplingRound, queues: list[list[int]], metrics: Metrics

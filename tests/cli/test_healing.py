@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from grpo_megatron.checks.layout import healing_problems
 from grpo_megatron.checks.models import read_models
 from grpo_megatron.cli.failures import Cause
 from grpo_megatron.cli.healing import MAX_FAILURES, MAX_LOSSES, RESUME, Fallbacks, Healing
+from grpo_megatron.cli.main import main
 from grpo_megatron.cli.ranks import Restart
 from grpo_megatron.config import Config
 from grpo_megatron.config.problems import Problem
@@ -120,6 +122,18 @@ def test_what_healing_cannot_do_is_refused() -> None:
     assert len(problems) == 3
     for problem, key in zip(problems, ("trainer.nnodes=2", "rollout.placement=separate", "save_freq=-1"), strict=True):
         assert key in Problem.of(problem).text
+
+
+def test_ranks_that_another_launcher_has_started_are_not_healed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "torchrun.yaml"
+    path.write_text(yaml.safe_dump(exact_run(root, root / "never", 1, healing={"layouts": "auto"})))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", str(path)]) == 2
+    assert "ranks that torchrun or srun has started are not started again" in capsys.readouterr().err
+    assert not (root / "never").exists()
 
 
 @pytest.fixture(scope="module")
