@@ -131,7 +131,7 @@ def test_ranks_that_another_launcher_has_started_are_not_healed(
     path.write_text(yaml.safe_dump(exact_run(root, root / "never", 1, healing={"layouts": "auto"})))
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", str(path)]) == 2
+    assert main(["train", str(path), "--dry-run"]) == 2
     assert "ranks that torchrun or srun has started are not started again" in capsys.readouterr().err
     assert not (root / "never").exists()
 
