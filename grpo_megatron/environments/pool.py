@@ -1,7 +1,8 @@
 """EnvironmentPool: hundreds of environments, each in a process of its own; and environments from `rollout.multi_turn`.
 
-One that fails ends its own trajectory only. Outcomes are kept by key: the order in which processes answer changes
-nothing. A trajectory whose host is lost is replayed from its row, seed and completions (processes/pool.py).
+One that fails ends its own trajectory only, after a second try. Outcomes are kept by key: the order in which processes
+answer changes nothing. A trajectory whose host is lost, or whose environment has raised or died once, is replayed from its
+row, seed and completions (processes/pool.py).
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from grpo_megatron.processes.process import describe
 
 MAX_OUTPUT = 1 << 20  # bytes that one call may print
 MAX_PROCESSES = 64  # that one environment may run at a time
+TRIED_TWICE = (
+    "raised",
+    "died",
+)  # a service may have been away; a timeout, a flood or a lack of memory would come again
 
 
 class EnvironmentPool(PoolClient):
@@ -44,6 +49,8 @@ class EnvironmentPool(PoolClient):
         self._timeout_s, self._max_characters = timeout_s, max_characters
         self._starts: dict[str, dict[str, Any]] = {}  # key -> its first request, with all completions so far
         self._outcomes: dict[str, Outcome | None] = {}  # key -> an outcome to be read; None: not there yet
+        self._failed_once: set[str] = set()
+        self._again: list[str] = []  # of them, those that are to be started again
         settings = {
             "name": name,
             "kwargs": dict(kwargs or {}),
@@ -78,6 +85,7 @@ class EnvironmentPool(PoolClient):
         outcomes: dict[str, Outcome] = {}
         for key in keys:
             while (outcome := self._outcomes[key]) is None:
+                self._start_again()
                 self._processes.serve(block=True)
             outcomes[key] = outcome
             del self._outcomes[key]
@@ -89,6 +97,7 @@ class EnvironmentPool(PoolClient):
             self._processes.end(key)
             self._starts.pop(key, None)
             self._outcomes.pop(key, None)
+            self._failed_once.discard(key)
         self._processes.serve(block=False)
 
     def _submit(self, key: str, request: dict[str, Any]) -> None:
@@ -100,8 +109,20 @@ class EnvironmentPool(PoolClient):
         self._processes.submit(key, request, seconds, replay=(start, self._timeout_s * num_calls))
         self._processes.serve(block=False)
 
+    def _start_again(self) -> None:
+        again, self._again = self._again, []
+        for key in again:
+            if key in self._starts:
+                self._processes.end(key)
+                self._submit(key, self._starts[key])
+
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
-        self._outcomes[key] = read_outcome(answer, self._max_characters)
+        outcome = read_outcome(answer, self._max_characters)
+        if outcome.status in TRIED_TWICE and key not in self._failed_once and not answer.get("is_final"):
+            self._failed_once.add(key)
+            self._again.append(key)  # not from here: the pool is in the middle of its messages
+        else:
+            self._outcomes[key] = outcome
 
 
 # -- from the section `rollout.multi_turn` -----------------------------------------------------------------------------

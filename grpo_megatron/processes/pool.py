@@ -347,7 +347,7 @@ class ProcessPool:
             self._fail(culprit)
 
     def _fail(self, record: _Record) -> None:
-        answer = {"status": "died", "message": record.failure, "output": "", "seconds": 0.0}
+        answer = {"status": "died", "message": record.failure, "output": "", "seconds": 0.0, "is_final": True}
         num_requests = len(record.pending)
         record.pending.clear()
         for _ in range(num_requests):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
@@ -58,4 +60,23 @@ class AsyncGuess(Guess):
 
     async def step(self, completion: str) -> Step:  # type: ignore[override]
         await asyncio.sleep(0)
+        return super().step(completion)
+
+
+class Flaky(Guess):
+    """Fails at the second guess as often as its row says, counted in a file, for all processes."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.row, self.calls = row, 0
+        return super().reset(row, seed)
+
+    def step(self, completion: str) -> Step:
+        self.calls += 1
+        file = Path(self.row["file"])
+        failures = len(file.read_text()) if file.exists() else 0
+        if self.calls == 2 and failures < self.row["times"]:
+            file.write_text("x" * (failures + 1))
+            if self.row["act"] == "exit":
+                os._exit(3)
+            raise OSError("the service is away")
         return super().step(completion)

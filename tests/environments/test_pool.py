@@ -204,6 +204,20 @@ def test_generators_are_seeded_and_sets_have_one_order() -> None:
     assert runs[0]["a"] == runs[0]["c"] != runs[0]["b"]
 
 
+@pytest.mark.parametrize("act", ["raise", "exit"])
+def test_what_fails_once_is_tried_again_from_its_row_with_all_completions(act: str, tmp_path: Path) -> None:
+    """Failures that come twice are named. Seeds and completions of the second try are those of the first."""
+    with make_pool("games:Flaky") as pool:
+        for key, times in (("once", 1), ("twice", 2), ("never", 0)):
+            pool.start(key, {"file": str(tmp_path / f"{act} {key}"), "times": times, "act": act}, 7)
+        pool.wait(["once", "twice", "never"])
+        steps(pool, dict.fromkeys(("once", "twice", "never"), "5"))
+        outcomes = steps(pool, dict.fromkeys(("once", "twice", "never"), "2"))
+        assert outcomes["once"].step == outcomes["never"].step == played(7, ["5", "2"])[-1]
+        assert outcomes["twice"].step is None
+        assert outcomes["twice"].status == {"raise": "raised", "exit": "died"}[act]
+
+
 def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
     with make_pool("hostile:Hostile") as pool:
         pool.start("x", {}, 0)
