@@ -123,7 +123,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("trainer.logger=[wanddb]", "did you mean 'wandb'?"),
         ("trainer.logger=wandb", "trainer.logger='wandb': it is a list; write [wandb]"),
         ("data.val_files=null", "data.val_files=None: it is empty; leave it out, or write [VALUE]"),
-        ("trainer.device=gpu", "did you mean 'cuda'?"),
+        ("trainer.device=gpu", "trainer.device='gpu': set 'auto', 'cpu' or 'cuda'"),
         ("trainer.output_dir=", "trainer.output_dir=None: it is a path; write a text"),
         ("rollout.lag=-1", "rollout.lag=-1: set 0 or more"),
         ("rollout.n", "not of the form section.key=value"),

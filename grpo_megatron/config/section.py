@@ -195,7 +195,7 @@ def reason_and_remedy(error: Any) -> str:
     given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
     text = VALUE_REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
     if error["type"] == "literal_error" and isinstance(given, str):
-        text += did_you_mean({"gpu": "cuda"}.get(given, given), re.findall("'([^']+)'", context["expected"]))
+        text += did_you_mean(given, re.findall("'([^']+)'", context["expected"])) if given != "gpu" else ""  # not cpu
     if error["input"] is None and error["type"] in ("list_type", "tuple_type"):
         text = "it is empty; leave it out, or write [VALUE]"
     return cut(text.removeprefix("Value error, "), 1000)

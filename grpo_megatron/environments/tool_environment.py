@@ -168,6 +168,11 @@ class ToolEnvironment(Environment):
             "tool_errors": float(left_out + sum(failed for _, _, failed, _ in answers)),
             "tool_seconds": sum(seconds for _, _, _, seconds in answers),
         }
+        for tool in self._tools if len(self._tools) > 1 else ():
+            of_tool = [(failed, seconds) for name, _, failed, seconds in answers if name == tool]
+            metrics[f"tool_calls/{tool}"] = float(len(of_tool))
+            metrics[f"tool_errors/{tool}"] = float(sum(failed for failed, _ in of_tool))
+            metrics[f"tool_{tool}_seconds"] = sum(seconds for _, seconds in of_tool)
         return Step(messages, done=not calls, metrics=metrics)
 
     async def _answer(self, call: Call | str) -> tuple[str, str, bool, float]:

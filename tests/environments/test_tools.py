@@ -58,7 +58,15 @@ def test_calls_of_a_turn_are_answered_in_order() -> None:
     )
     assert last.step
     assert (last.step.messages, last.step.done, last.step.reward) == ([], True, None)
-    assert last.step.metrics == {"tool_calls": 0, "tool_errors": 0, "tool_seconds": 0}
+    of_tools = ("tool_calls/double", "tool_errors/double", "tool_double_seconds")
+    of_all = {
+        "tool_calls",
+        "tool_errors",
+        "tool_seconds",
+        *of_tools,
+        *(name.replace("double", "later") for name in of_tools),
+    }
+    assert last.step.metrics == dict.fromkeys(of_all, 0)
     assert answered.step
     assert not answered.step.done
     assert results(answered) == [
@@ -68,6 +76,8 @@ def test_calls_of_a_turn_are_answered_in_order() -> None:
         ("error", "Error: the text in <tool_call> is not a call in JSON: Expecting value: line 1 column 1 (char 0)"),
     ]
     assert (answered.step.metrics["tool_calls"], answered.step.metrics["tool_errors"]) == (4, 2)
+    assert [answered.step.metrics[name] for name in ("tool_calls/double", "tool_errors/double")] == [2, 1]
+    assert [answered.step.metrics[name] for name in ("tool_calls/later", "tool_errors/later")] == [1, 0]
     expected = [("double", "5")] * 4 + [("error", "Error: 2 more calls were not run; at most 4 run per turn")]
     assert results(too_many) == expected
 

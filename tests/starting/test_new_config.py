@@ -24,6 +24,7 @@ from grpo_megatron.planning.layout import Layout
 from grpo_megatron.planning.phases import GIB, memory_phases
 from grpo_megatron.planning.search import PlannedLayout
 from grpo_megatron.starting.new_config import InitOptions, Machine, config_text, suggest, write_config
+from grpo_megatron.starting.prepare import ShellOptions, prepare_inputs
 from grpo_megatron.untrusted import parse_yaml, read_json
 from tests import vision
 from tests.data.test_conversation import CHATML, tokenizer_with
@@ -143,7 +144,8 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
     model = make_model(Path("model"), "qwen2", **{**SIZES, "vocab_size": 320, "max_position_embeddings": 4096})
     tokenizer_with(CHATML, "<|im_end|>").save_pretrained("model")  # of bytes, so that schemas are long
     examples = environment_examples()
-    assert len(examples) == 8
+    assert len(examples) == 9
+    prepare_inputs(ShellOptions(out=Path("tasks")))
     for number, values in enumerate(examples):
         words = [
             f"rollout.multi_turn.{key}={json.dumps(value)}" for key, value in values.items() if key != "environment"
@@ -153,10 +155,10 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
             "--environment",
             values["environment"],
             "--cpu",
-            "--train",
-            "train.jsonl",
         ]
-        words += ["--task", "arithmetic" if values["environment"] in ("tools", "mcp_tools:McpTools") else "jsonl"]
+        task = {"tools": "arithmetic", "mcp_tools:McpTools": "arithmetic", "folders": "folders"}
+        words += ["--task", task.get(values["environment"], "jsonl")]
+        words += ["--train", "tasks/train" if values["environment"] == "folders" else "train.jsonl"]
         output = Path(f"{number}.yaml")
         lacking = next((text for name, text in LACKING.items() if name in str(values)), None)
         if lacking is None:
