@@ -18,6 +18,7 @@ from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.main import main
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import parse
+from grpo_megatron.environments.sandboxes.local import walls_problem
 from grpo_megatron.models.families import architecture_of
 from grpo_megatron.planning.gpus import find_gpu
 from grpo_megatron.planning.layout import Layout
@@ -145,6 +146,8 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
     tokenizer_with(CHATML, "<|im_end|>").save_pretrained("model")  # of bytes, so that schemas are long
     examples = environment_examples()
     assert len(examples) == 9
+    if walls_problem():  # the dry run of a task folder starts a local sandbox
+        examples = [values for values in examples if values["environment"] != "folders"]
     prepare_inputs(ShellOptions(out=Path("tasks")))
     for number, values in enumerate(examples):
         words = [
