@@ -56,7 +56,8 @@ class Fallbacks:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields rows of the plan: name and text."""
         spares = self.config.trainer.healing.spares
-        yield "spares", f"{spares}: the first {spares} losses change nothing" if spares else "none"
+        first = "the first loss changes" if spares == 1 else f"the first {spares} losses change"
+        yield "spares", f"{spares}: {first} nothing" if spares else "none"
         for most, planned in self.layouts.items():
             name = f"{most} left"
             if planned is None:

@@ -20,7 +20,8 @@ CONTAMINATION = "not examined: problems of these benchmarks may be in the traini
 
 def write_card(folder: Path, result: dict[str, Any], contamination: str | None) -> None:
     """Write card.md and card.json into the folder. `contamination`: what is known of it, one line."""
-    name = visible_line(Path(result["model"]["path"]).resolve().name)
+    path = Path(result["model"]["path"]).resolve()
+    name = visible_line(path.parent.name if path.name == "hf" else path.name)  # RUN/hf is the model of a run
     data = ModelCardData(
         model_name=name, eval_results=[one for task in result["tasks"].items() for one in _entries(*task)]
     )
@@ -38,7 +39,8 @@ def write_card(folder: Path, result: dict[str, Any], contamination: str | None) 
 
 
 def _entries(name: str, task: dict[str, Any]) -> list[EvalResult]:
-    arguments = {key: task[key] for key in ("num_problems", "num_fewshot", "format", "max_tokens")}
+    keys = ("num_problems", "num_in_file", "num_fewshot", "format", "max_tokens")
+    arguments = {key: task[key] for key in keys if key in task}  # an older result lacks the second
     arguments |= {key: task[key] for key in ("samples", "temperature", "top_p") if task["samples"]}
     return [
         EvalResult(

@@ -100,7 +100,8 @@ def changed_table(task: str, changed: list[dict[str, Any]]) -> str:
     """Format the problems that B lost and those that it gained, at most MOST_SHOWN of each."""
     parts = []
     lost = [row for row in changed if row["b"] < row["a"]]
-    for word, rows in (("lost", lost), ("gained", changed[len(lost) :][::-1])):
+    gained = sorted(changed[len(lost) :], key=lambda row: row["a"] - row["b"])
+    for word, rows in (("lost", lost), ("gained", gained)):
         cells = [
             (
                 row["uid"],
@@ -116,7 +117,7 @@ def changed_table(task: str, changed: list[dict[str, Any]]) -> str:
             else ""
         )
         head = (f"{task}: {len(rows)} {word}", "right", "answer", "A", "B", "question")
-        parts.append(format_table(cells, head, 1) + more if rows else head[0])
+        parts.append(format_table(cells, head) + more if rows else head[0])
     return "\n\n".join(parts)
 
 
