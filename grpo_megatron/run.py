@@ -42,6 +42,7 @@ from grpo_megatron.parallel.exchange import (
     apply_plan,
     exchange,
     gather_groups,
+    gather_samples,
     set_ages,
     with_reward_parts,
 )
@@ -520,7 +521,5 @@ class Run:
             local[sample.prompt_index, sample.index] = None if number is None else value.tolist()
         if problem:
             raise ValueError(problem)
-        merged: dict[tuple[int, int], Any] = {}
-        for part in self.mesh.all_gather(local if self.mesh.is_replica_leader else {}):
-            merged |= part
+        merged = gather_samples(local, self.mesh)
         return [merged[key] for key in zip(table.prompt_index, table.index, strict=True)]

@@ -361,20 +361,8 @@ def validate(
 
 
 OF_LAYOUT = (  # checks whose result depends on the layout
-    *(
-        "placement",
-        "world",
-        "experts",
-        "routes",
-        "override",
-        "family",
-        "vision",
-        "lora",
-        "batches",
-        "precision",
-        "exact",
-    ),
-    *("engine", "models beside"),
+    *("placement", "world", "experts", "routes", "override", "family", "vision"),
+    *("lora", "batches", "precision", "exact", "engine", "models beside"),
 )
 
 

@@ -87,9 +87,7 @@ def with_reward_parts(samples: Sequence[Sample], table: GroupTable, names: Seque
 
     A sample without one, whose gate is closed for instance, has 0. Raises ValueError at a name that no sample has.
     """
-    leader = samples if mesh.is_replica_leader else []
-    parts = {(sample.prompt_index, sample.index): sample.reward_metrics for sample in leader}
-    reported = {key: of_sample for part in mesh.all_gather(parts) for key, of_sample in part.items()}
+    reported = gather_samples({(one.prompt_index, one.index): one.reward_metrics for one in samples}, mesh)
     rows = [reported[key] for key in zip(table.prompt_index, table.index, strict=True)]
     known = {name for of_sample in rows for name in of_sample}
     if rows and (absent := [name for name in names if name not in known]):
@@ -103,10 +101,10 @@ def with_reward_parts(samples: Sequence[Sample], table: GroupTable, names: Seque
 def set_ages(samples: Sequence[Sample], batch: Batch, table: GroupTable, step: int, mesh: Mesh) -> None:
     """Collective: set how many steps ago each token of the batch was sampled (A-3PO)."""
     spans = {}
-    for one in samples if mesh.is_replica_leader else ():
+    for one in samples:
         whole = [(len(one.response_ids), one.version)]
         spans[one.prompt_index, one.index] = [(part.end, part.version) for part in one.segments] or whole
-    sampled = {key: of_sample for part in mesh.all_gather(spans) for key, of_sample in part.items()}
+    sampled = gather_samples(spans, mesh)
     batch.ages = torch.zeros_like(batch.rollout_logprobs)
     for i, row in enumerate(batch.rows):
         start = 0
@@ -275,8 +273,16 @@ def apply_observations(batch: Batch, table: GroupTable, weights: Sequence[float]
 
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
     """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
-    parts = mesh.all_gather(values if mesh.is_replica_reporter else {})
-    return {row: value for part in parts for row, value in part.items()}
+    return _merged(mesh.all_gather(values if mesh.is_replica_reporter else {}))
+
+
+def gather_samples(values: dict[tuple[int, int], Any], mesh: Mesh) -> dict[tuple[int, int], Any]:
+    """Collective: {(prompt, index): value} of every engine's samples, on every rank. Small values only."""
+    return _merged(mesh.all_gather(values if mesh.is_replica_leader else {}))
+
+
+def _merged(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def _move_tokens(

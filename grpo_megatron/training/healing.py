@@ -22,11 +22,11 @@ class Mirror:
     """
 
     def __init__(self, mesh: Mesh, size: int) -> None:
-        folder, self.checkpoints = read_restart().get("mirror"), None
-        if folder is None:
+        restart, self.checkpoints = read_restart(), None
+        if (folder := restart.get("mirror")) is None:
             return
         self.checkpoints = Checkpoints(Path(folder), mesh, 1, "sizes", in_background=True)
-        if not read_restart()["lost_at"]:
+        if not restart["lost_at"]:
             task = "cannot keep the state in memory; set trainer.healing.memory=false"
             on_first_rank(mesh, task, lambda: check_space(Path(folder), 2 * size, "the state of two steps"))
 

@@ -236,7 +236,7 @@ def test_a_taskset_of_verifiers(play: Callable[..., list[Outcome]], monkeypatch:
 def test_harnesses_of_others_run_unmodified(
     play: Callable[..., list[Outcome]], name: str, package: str, tool: str, submit: str
 ) -> None:
-    """What the model writes reaches the harness's shell; what the shell prints is the only observation."""
+    """The harness's shell gets what the model writes; the only observation is what the shell prints."""
     if not package and shutil.which("qwen") is None:
         pytest.skip("there is no program qwen; npm install @qwen-code/qwen-code, and put its folder on PATH")
 

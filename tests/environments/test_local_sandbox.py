@@ -82,7 +82,7 @@ def run(sandbox: LocalSandbox, command: str, timeout_s: float = 60.0) -> tuple[s
 
 @X86
 def test_attempts_are_refused(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the tool `python`, less what programs with processes need. All in one start."""
+    """Attempts of the tests of the tool `python`, but for what programs with processes need, in one start."""
     attempts = {name: code for name, code in hostile_programs.ATTEMPTS.items() if name not in ALLOWED}
     monkeypatch.setattr(hostile_programs, "ATTEMPTS", attempts)
     before = state_of_this_process()
