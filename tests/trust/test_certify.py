@@ -227,6 +227,7 @@ def test_a_layout_that_does_not_fit_takes_the_first_layers(bench: Bench, monkeyp
     assert {name.split(".")[2] for name in bench.trace("layout").tensors("weights") if "layers" in name} == {"0", "1"}
 
 
+@pytest.mark.soak
 def test_turns_and_delays(tmp_path: Path) -> None:
     """Two roles and several turns: both lines are green, and each is red under a fault that only it covers."""
     folder, template = make_run(tmp_path), tmp_path / "turns.jinja"

@@ -327,8 +327,8 @@ def loss(**changes: Any) -> Any:
     return build_loss(RUN[0].config.actor.model_copy(update=changes), RUN[0].config.algorithm)
 
 
-def two_steps(run: Any, folder: Path, fault: Any = None, case: int = 0) -> None:
-    """Make two steps from the saved state, with a fault, and write their trace."""
+def make_steps(run: Any, folder: Path, fault: Any = None, case: int = 0, steps: int = 2) -> None:
+    """Make steps from the saved state, with a fault, and write their trace."""
     from grpo_megatron.training.trace import Trace
 
     RUN[:] = [run]
@@ -349,7 +349,7 @@ def two_steps(run: Any, folder: Path, fault: Any = None, case: int = 0) -> None:
         )
         digest, step = run.trace.gradients, 0
         run.trace.gradients = lambda *update: (planted("gradients", step, run), digest(*update))
-        for step in (0, 1):
+        for step in range(steps):
             prompts = [run.prompts[(case + number) % 9] for number in range(4 * step, 4 * step + 4)]
             run._leave_rollout()
             planted("prompts", step, prompts)
@@ -381,7 +381,8 @@ def make_runs(folder: Path, overrides: list[str], faults: list[str]) -> None:
     with grpo_megatron.open(folder.parent / "run.yaml", settings) as run:
         run.save_state(folder / "state")
         for fault in ("honest", *faults):
-            two_steps(run, folder / fault, ALL_FAULTS[fault][0] if fault in ALL_FAULTS else None)
+            planted, step = ALL_FAULTS[fault][:2] if fault in ALL_FAULTS else (None, 1)
+            make_steps(run, folder / fault, planted, steps=step + 1)
 
 
 def change_step(run: Path, step: int, change: Callable[[dict[str, Leaves]], Any]) -> None:

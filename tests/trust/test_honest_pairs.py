@@ -54,8 +54,8 @@ def make_honest_runs(folder: Path, overrides: list[str]) -> None:
     with grpo_megatron.open(folder.parent / "run.yaml", settings) as run:
         run.save_state(folder / "state")
         for case in range(NUM_CASES):
-            test_diff.two_steps(run, folder / f"{case}", case=case)
-            test_diff.two_steps(run, folder / f"{case} disturbed", disturbed, case=case)
+            test_diff.make_steps(run, folder / f"{case}", case=case)
+            test_diff.make_steps(run, folder / f"{case} disturbed", disturbed, case=case)
 
 
 @pytest.mark.soak

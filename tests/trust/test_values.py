@@ -14,7 +14,7 @@ from grpo_megatron.report.trace_file import TraceFolder
 from grpo_megatron.storage.run_files import rollout_file
 from grpo_megatron.trust.compare import compare_runs
 from tests.runs import make_run, write_rows
-from tests.trust.test_diff import FAULTS, SETTINGS, two_steps
+from tests.trust.test_diff import FAULTS, SETTINGS, make_steps
 from tests.worlds import ranks
 
 BOTH_VALUES = {
@@ -45,7 +45,7 @@ def make_runs(folder: Path) -> None:
                         target / "dumps/step_000000_kl", incident, batch, [rows], {}, run.config, run.mesh, Path.mkdir
                     )
 
-            two_steps(run, target, fault if name == "another learning rate" else plant)
+            make_steps(run, target, fault if name == "another learning rate" else plant)
             run.save_state(target / "checkpoints/step_000002")
 
 
