@@ -1,0 +1,183 @@
+"""The reward `calls`: tool calls against the calls that a row allows, as the single-turn part of BFCL (Gorilla) matches them.
+
+A row has `function`, the schemas, and `ground_truth`, the calls in any order: [{name: {parameter: [allowed values]}}]. The
+value "" allows to leave a parameter out. Texts are compared without case, blanks and ,./-_*^. Without a ground truth no call is
+right, and in rows whose `id` begins with live_relevance any call is. The answer is a list of calls in Python, as BFCL's prompt
+asks for it, or calls in <tool_call>, as Qwen and Hermes write them. The types are Python's, not those of Java and JavaScript.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from grpo_megatron.rewards.reward import rewards
+
+Schema = Mapping[str, Any]
+Named = tuple[str, dict[str, Any]]  # a call: its name, its arguments
+TYPES: dict[str, type] = {
+    "string": str,
+    "any": str,
+    "integer": int,
+    "float": float,
+    "boolean": bool,
+    "array": list,
+    "tuple": list,
+    "dict": dict,
+}
+_DROPPED = re.compile(r"[ ,./\-_*^]")
+
+
+@rewards.register("calls")
+def calls_reward(
+    completion: str,
+    answer: str,
+    *,
+    function: str | Sequence[Schema] = (),
+    ground_truth: str | Sequence[Mapping[str, Mapping[str, Any]]] = (),
+    id: str = "",
+) -> dict[str, float]:
+    """Returns 1 when the calls are those that the row allows, else 0. `answer` is not used. Raises ValueError: a wrong row."""
+    schemas, allowed = (json.loads(one) if isinstance(one, str) else one for one in (function, ground_truth))
+    try:
+        calls = read_calls(completion)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # no calls: text
+        calls = None
+    if allowed:
+        right = calls is not None and match_calls(calls, allowed, schemas)
+    else:
+        right = bool(calls) is id.startswith("live_relevance")
+    return {"score": float(right), "acc": float(right), "extracted": float(calls is not None)}
+
+
+# -- the answer ----------------------------------------------------------------------------------------------------------
+
+
+def read_calls(completion: str) -> list[Named]:
+    """Reads the calls behind the thought. Raises ValueError, SyntaxError: it is no list of calls."""
+    text = completion.rpartition("</think>")[2].strip("`\n ")
+    if "<tool_call>" in text:
+        from grpo_megatron.environments.tool_environment import Call, parse_calls
+
+        found = parse_calls("hermes", text)
+        if unreadable := [one for one in found if not isinstance(one, Call)]:
+            raise ValueError(unreadable[0])
+        return [(one.name, one.arguments) for one in found if isinstance(one, Call)]
+    text = f"{'' if text.startswith('[') else '['}{text}{'' if text.endswith(']') else ']'}"
+    body = ast.parse(text.strip("'"), mode="eval").body
+    return [_call(node) for node in (body.elts if isinstance(body, ast.List) else [body])]
+
+
+def _call(node: ast.expr) -> Named:
+    if not isinstance(node, ast.Call):
+        raise ValueError(f"{ast.unparse(node)[:40]!r} is no call")
+    return ast.unparse(node.func), {str(one.arg): _value(one.value) for one in node.keywords}
+
+
+def _value(node: ast.expr) -> Any:
+    match node:
+        case ast.Constant(value=value):
+            return "..." if value is Ellipsis else value
+        case ast.UnaryOp(operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.List(elts=parts):
+            return [_value(part) for part in parts]
+        case ast.Tuple(elts=parts):
+            return tuple(_value(part) for part in parts)
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Call(keywords=[_, *_]):
+            return dict([_call(node)])
+        case ast.Name() | ast.Call() | ast.Subscript():  # a variable: the text that names it
+            return ast.unparse(node)
+    raise ValueError(f"{ast.unparse(node)[:40]!r} is no value")
+
+
+# -- the match -----------------------------------------------------------------------------------------------------------
+
+
+def match_calls(calls: Sequence[Named], allowed: Sequence[Mapping[str, Schema]], schemas: Sequence[Schema]) -> bool:
+    """Tells whether each allowed call, in their order, has a call of its own, and no call is left. Raises ValueError."""
+    left = list(calls)
+    if len(calls) != len(allowed):
+        return False
+    for one in allowed:
+        ((name, values),) = one.items()
+        schema = next((schema for schema in schemas if schema["name"] == name), None)
+        if schema is None:
+            raise ValueError(f"no schema in `function` is called {name!r}, which `ground_truth` names")
+        fitting = next((call for call in left if call[0] == name and _fits(call[1], values, schema)), None)
+        if fitting is None:
+            return False
+        left.remove(fitting)
+    return True
+
+
+def _fits(arguments: Mapping[str, Any], values: Schema, schema: Schema) -> bool:
+    parameters = schema["parameters"]
+    known = parameters["properties"]
+    return (
+        all(name in arguments for name in parameters["required"])
+        and all(
+            name in known and name in values and _is_allowed(value, values[name], known[name])
+            for name, value in arguments.items()
+        )
+        and all(name in arguments or "" in options for name, options in values.items())
+    )
+
+
+def _is_allowed(value: Any, options: Sequence[Any], schema: Schema) -> bool:
+    kind = schema["type"]
+    if kind not in TYPES:
+        raise ValueError(f"the type {kind!r} is none of {', '.join(TYPES)}")
+    inner = TYPES[schema["items"]["type"]] if kind in ("array", "tuple") else None
+    if kind == "float" and type(value) is int:
+        value = float(value)
+    if kind == "tuple" and type(value) is tuple:
+        value = list(value)
+    of_options = _type_of(options)
+    if type(value) is not TYPES[kind]:  # a variable, where the options are the texts that name it
+        return type(value) is of_options and value in options
+    if inner and not any(_has_items(value, option, inner) for option in options):
+        return False
+    if of_options not in (None, TYPES[kind]):
+        return value in options
+    if kind == "dict":
+        return any(_fits_table(value, option) for option in options)
+    if inner is dict:
+        return any(_fits_tables(value, option) for option in options)
+    if TYPES[kind] is list:
+        return _plain(value) in [_plain(option) for option in options]
+    return _plain_text(value) in map(_plain_text, options) if isinstance(value, str) else value in options
+
+
+def _type_of(options: Sequence[Any]) -> type | None:
+    return next((type(option) for option in options if option != ""), None)
+
+
+def _has_items(value: Sequence[Any], option: Any, inner: type) -> bool:
+    of_option = _type_of(option) if isinstance(option, list) else None
+    return not isinstance(option, list) or all(type(item) in (inner, of_option) for item in value)
+
+
+def _fits_table(value: Any, option: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(option, dict):
+        return False
+    return all(
+        name in option and _plain_text(item) in map(_plain_text, option[name]) for name, item in value.items()
+    ) and all(name in value or "" in options for name, options in option.items())
+
+
+def _fits_tables(value: Sequence[Any], option: Sequence[Any]) -> bool:
+    return len(value) == len(option) and all(map(_fits_table, value, option))
+
+
+def _plain(values: Any) -> list[Any]:
+    return [_plain_text(value) for value in values]
+
+
+def _plain_text(value: Any) -> Any:
+    return _DROPPED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
