@@ -293,7 +293,9 @@ class RowFormat(Section):
 
     choices: Choices | None = None
     lines: list[str] = Field([])  # columns with lists of texts, which `question` shows without letters
-    system: str | None = None  # template of a system turn; a column that is no text is shown as JSON. The row's own follows
+    system: str | None = (
+        None  # template of a system turn; a column that is no text is shown as JSON. The row's own follows
+    )
     question: Templates = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: Annotated[list[AnswerField], BeforeValidator(_as_fields)] = Field(min_length=1)  # the first that is there
     answer_is_optional: bool = False  # a row without any of the fields has the answer ""
@@ -333,7 +335,10 @@ class RowFormat(Section):
 
     def _read_question(self, row: dict[str, Any]) -> Question:
         templates = _with_fields(tuple(self.question))
-        row = {**row, **{name: "\n".join(map(str, row[name])) for name in self.lines if isinstance(row.get(name), list)}}
+        row = {
+            **row,
+            **{name: "\n".join(map(str, row[name])) for name in self.lines if isinstance(row.get(name), list)},
+        }
         for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
                 if all(is_there(row, field) for field in fields):

@@ -27,7 +27,7 @@ from typing import Any
 from grpo_megatron.environments.tools.isolation import ProgramLimits, find_isolation, run_program
 from grpo_megatron.rewards.reward import rewards
 
-TESTED_S, TEST_S, TOTAL_S = 15.0, 6.0, 60.0  # a row's `test`; one test of LiveCodeBench, as there; all of its tests
+TESTED_S, TEST_S, TOTAL_S = 10.0, 6.0, 60.0  # a row's `test`; one test of LiveCodeBench, as there; all of its tests
 MEMORY_MIB = 4096  # as evalplus and LiveCodeBench
 _BLOCK = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _STARS = (

@@ -100,10 +100,11 @@ def _instructions(
     loose: bool = False,
     each: bool = False,
 ) -> dict[str, float]:
-    """Returns 1 when all instructions are followed; `each`: their share. "weight": how many, for the share of all."""
-    results = followed(completion.rpartition("</think>")[2].strip("\n"), instruction_id_list, kwargs, loose=loose)
+    """Returns 1 when all instructions are followed; `each`: their share. "acc_weight": how many they are."""
+    _, thought, text = completion.rpartition("</think>")
+    results = followed(text.lstrip("\n") if thought else text, instruction_id_list, kwargs, loose=loose)
     score = sum(results) / len(results) if each else float(all(results))
-    return {"score": score, "acc": score, "weight": float(len(results)) if each else 1.0}
+    return {"score": score, "acc": score, "acc_weight": float(len(results)) if each else 1.0}
 
 
 for _name, _options in {
