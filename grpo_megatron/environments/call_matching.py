@@ -1,8 +1,8 @@
 """The reward `calls`: tool calls against the calls that a row allows, as the single-turn part of BFCL (Gorilla) matches them.
 
-A row has `function`, the schemas, and `ground_truth`, the calls in any order: [{name: {parameter: [allowed values]}}]. The
-value "" allows to leave a parameter out. Texts are compared without case, blanks and ,./-_*^. Without a ground truth no call is
-right, and in rows whose `id` begins with live_relevance any call is. The answer is a list of calls in Python, as BFCL's prompt
+A row has `function`, the schemas, and as its answer the calls in any order, as JSON: [{name: {parameter: [allowed values]}}].
+The value "" allows to leave a parameter out. Texts are compared without case, blanks and ,./-_*^. With none (`[]`, or the `id` has
+"irrelevance") no call is right, and in rows whose `id` begins with live_relevance any call is. The response is a list of calls in Python, as BFCL's prompt
 asks for it, or calls in <tool_call>, as Qwen and Hermes write them. The types are Python's, not those of Java and JavaScript.
 """
 
@@ -33,27 +33,23 @@ _DROPPED = re.compile(r"[ ,./\-_*^]")
 
 @rewards.register("calls")
 def calls_reward(
-    completion: str,
-    answer: str,
-    *,
-    function: str | Sequence[Schema] = (),
-    ground_truth: str | Sequence[Mapping[str, Mapping[str, Any]]] = (),
-    id: str = "",
+    completion: str, answer: str, *, function: str | Sequence[Schema] = (), id: str = ""
 ) -> dict[str, float]:
-    """Returns 1 when the calls are those that the row allows, else 0. `answer` is not used. Raises ValueError: a wrong row."""
-    schemas, allowed = (json.loads(one) if isinstance(one, str) else one for one in (function, ground_truth))
+    """Returns 1 when the calls are those that the row allows, else 0. Raises ValueError: a wrong row."""
+    schemas, allowed = (json.loads(one or "[]") if isinstance(one, str) else one for one in (function, answer))
+    if not answer and "relevance" not in id:
+        raise ValueError(
+            f"row {id!r} has no ground_truth; join the file of possible answers, or set [] where no call is right"
+        )
     try:
         calls = read_calls(completion)
     except (ValueError, SyntaxError, RecursionError, MemoryError):  # no calls: text
-        calls = None
-    if allowed:
-        right = calls is not None and match_calls(calls, allowed, schemas)
-    else:
-        right = bool(calls) is id.startswith("live_relevance")
-    return {"score": float(right), "acc": float(right), "extracted": float(calls is not None)}
+        calls = []
+    right = match_calls(calls, allowed, schemas) if allowed else bool(calls) is id.startswith("live_relevance")
+    return {"score": float(right), "acc": float(right)}
 
 
-# -- the answer ----------------------------------------------------------------------------------------------------------
+# -- the response --------------------------------------------------------------------------------------------------------
 
 
 def read_calls(completion: str) -> list[Named]:
@@ -83,10 +79,8 @@ def _value(node: ast.expr) -> Any:
             return "..." if value is Ellipsis else value
         case ast.UnaryOp(operand=ast.Constant(value=int() | float() as value)):
             return -value
-        case ast.List(elts=parts):
-            return [_value(part) for part in parts]
-        case ast.Tuple(elts=parts):
-            return tuple(_value(part) for part in parts)
+        case ast.List(elts=parts) | ast.Tuple(elts=parts):
+            return (tuple if isinstance(node, ast.Tuple) else list)(map(_value, parts))
         case ast.Dict(keys=keys, values=values) if None not in keys:
             return {_value(key): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
         case ast.Call(keywords=[_, *_]):

@@ -51,7 +51,7 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
         where = {"ifeval": "lm_eval.tasks.ifeval", "ifbench": "ifbench"}[benchmark]
         return dict(importlib.import_module(f"{where}.instructions_registry").INSTRUCTION_DICT)
     except (ImportError, LookupError) as error:
-        problem = " ".join(str(error).split())[:80]
+        problem = error if isinstance(error, ImportError) else f"NLTK has no {name}"
         raise ValueError(f"the checkers of {benchmark} are not installed ({problem}); {REMEDY}") from error
 
 

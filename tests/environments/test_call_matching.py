@@ -8,6 +8,7 @@ single-turn Python files, 3 of 4 with changed values, types, order or number. So
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from grpo_megatron.data.task import get_task
 from grpo_megatron.environments.call_matching import calls_reward, read_calls
+from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import RewardItem
 
 TYPES = {
     "city": {"type": "string"},
@@ -70,7 +73,7 @@ VERDICTS: list[tuple[str, list[Any], bool]] = [
 
 
 def right(completion: str, allowed: Any, id: str = "") -> bool:
-    return calls_reward(completion, "", function=[SCHEMA, OTHER], ground_truth=allowed, id=id)["score"] == 1
+    return calls_reward(completion, json.dumps(allowed), function=[SCHEMA, OTHER], id=id)["score"] == 1
 
 
 @pytest.mark.parametrize(("completion", "allowed", "verdict"), VERDICTS)
@@ -105,7 +108,10 @@ def test_the_recorded_verdicts_are_bfcls(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_other_forms_of_calls_and_of_rows() -> None:
     hermes = '<tool_call>\n{"name": "trip.plan", "arguments": {"city": "NYC", "days": 3}}\n</tool_call>'
     assert right(hermes, ONE) and not right(hermes.replace("}}", "}"), ONE)
-    assert right("No function fits.", []) and not right("[now()]", None)
+    assert right("No function fits.", []) and not right("[now()]", [])
+    assert calls_reward("No.", "", id="irrelevance_1")["score"] == 1
+    with pytest.raises(ValueError, match="row 'simple_1' has no ground_truth; join"):
+        calls_reward("[now()]", "", function=[OTHER], id="simple_1")
     assert right("[now()]", [], id="live_relevance_0") and not right("Sorry.", (), id="live_relevance_0")
     assert read_calls("[f(x=g(y=1), z=[{'a': (1, -2)}], v=k(2), u=m[3])]") == [
         ("f", {"x": {"g": {"y": 1}}, "z": [{"a": (1, -2)}], "v": "k(2)", "u": "m[3]"})
@@ -115,7 +121,7 @@ def test_other_forms_of_calls_and_of_rows() -> None:
         right("[now()]", [{"later": {}}])
     schema = {"name": "f", "parameters": {"properties": {"x": {"type": "String"}}, "required": []}}
     with pytest.raises(ValueError, match="the type 'String' is none of string"):
-        calls_reward("[f(x='')]", "", function=[schema], ground_truth=[{"f": {"x": ["a"]}}])
+        calls_reward("[f(x='')]", '[{"f": {"x": ["a"]}}]', function=[schema])
 
 
 def test_the_prompt_of_bfcl() -> None:
@@ -123,9 +129,19 @@ def test_the_prompt_of_bfcl() -> None:
         "question": [[{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Now?"}]],
         "function": [OTHER],
     }
-    (system, user), answer = get_task("bfcl").read_row(row)
+    task = get_task("bfcl")
+    (system, user), answer = task.read_row(row)
     assert answer == "" and user == {"role": "user", "content": "Now?"}
     assert system["content"].startswith("You are an expert in composing functions.You are given a question")
     assert system["content"].endswith('"required": []\n        }\n    }\n]\n\n\nBe kind.')
     with pytest.raises(ValueError, match="'function' is missing"):
         get_task("bfcl").read_row({"question": row["question"]})
+
+
+def test_a_worker_gets_what_the_row_has() -> None:
+    row = {"question": [[{"role": "user", "content": "Go."}]], "function": [SCHEMA], "ground_truth": ONE}
+    _, answer = get_task("bfcl").read_row(row)
+    texts = ["[trip.plan(city='NYC')]", "[trip.plan(city='Rome')]", "Sorry."]
+    with RewardPool() as pool:
+        results = pool.grade([RewardItem("calls", text, answer, columns=row) for text in texts])
+    assert [one.reward for one in results] == [1, 0, 0]

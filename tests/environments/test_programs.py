@@ -24,6 +24,7 @@ from grpo_megatron.environments import programs
 from grpo_megatron.environments.programs import program_of, programs_reward, read_tests, same_output
 from grpo_megatron.environments.tools.isolation import find_isolation
 from grpo_megatron.rewards import check_reward
+from grpo_megatron.rewards.reward import read_signature
 
 STDIN = [("3\n1 2 3\n", "6\n"), ("2\n1 4", "5"), ("1\n7", "7.0")]
 CALL = [("[1, 2]\n3", "[3, 6]"), ("[]\n1", "[]")]
@@ -139,6 +140,8 @@ def test_rows_with_a_program_as_test(completion: str, right: int) -> None:
 
 
 def test_time_and_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = {"test", "entry_point", "public_test_cases", "private_test_cases", "metadata", "unsafe"}
+    assert read_signature(programs_reward).columns({}) == columns  # what a worker gets of a row
     monkeypatch.setattr(programs, "TESTED_S", 0.5)
     assert reward("def square(x):\n    while True: pass", test=TEST, entry_point="square") == 0
     with pytest.raises(ValueError, match="the row has no tests: neither `test`"):
