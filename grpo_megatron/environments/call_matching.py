@@ -1,9 +1,9 @@
 """The reward `calls`: tool calls against the calls that a row allows, as the single-turn part of BFCL (Gorilla) matches them.
 
 A row has `function`, the schemas, and as its answer the calls in any order, as JSON: [{name: {parameter: [allowed values]}}].
-The value "" allows to leave a parameter out. Texts are compared without case, blanks and ,./-_*^. With none (`[]`, or the `id` has
-"irrelevance") no call is right, and in rows whose `id` begins with live_relevance any call is. The response is a list of calls in Python, as BFCL's prompt
-asks for it, or calls in <tool_call>, as Qwen and Hermes write them. The types are Python's, not those of Java and JavaScript.
+The value "" allows to leave a parameter out. Texts are compared without case, blanks and ,./-_*^. With none (`[]`, or an `id`
+with "irrelevance") no call is right; with an `id` that begins with live_relevance any call is. The response is a list of calls in
+Python, as BFCL's prompt asks for it, or has calls in <tool_call>. The types are Python's, not those of Java and JavaScript.
 """
 
 from __future__ import annotations
@@ -18,16 +18,8 @@ from grpo_megatron.rewards.reward import rewards
 
 Schema = Mapping[str, Any]
 Named = tuple[str, dict[str, Any]]  # a call: its name, its arguments
-TYPES: dict[str, type] = {
-    "string": str,
-    "any": str,
-    "integer": int,
-    "float": float,
-    "boolean": bool,
-    "array": list,
-    "tuple": list,
-    "dict": dict,
-}
+_NAMES = ("string", "any", "integer", "float", "boolean", "array", "tuple", "dict")
+TYPES: dict[str, Any] = dict(zip(_NAMES, (str, str, int, float, bool, list, list, dict), strict=True))
 _DROPPED = re.compile(r"[ ,./\-_*^]")
 
 
@@ -59,8 +51,8 @@ def read_calls(completion: str) -> list[Named]:
         from grpo_megatron.environments.tool_environment import Call, parse_calls
 
         found = parse_calls("hermes", text)
-        if unreadable := [one for one in found if not isinstance(one, Call)]:
-            raise ValueError(unreadable[0])
+        if not all(isinstance(one, Call) for one in found):
+            raise ValueError("a call cannot be read")
         return [(one.name, one.arguments) for one in found if isinstance(one, Call)]
     text = f"{'' if text.startswith('[') else '['}{text}{'' if text.endswith(']') else ']'}"
     body = ast.parse(text.strip("'"), mode="eval").body
@@ -95,31 +87,27 @@ def _value(node: ast.expr) -> Any:
 
 def match_calls(calls: Sequence[Named], allowed: Sequence[Mapping[str, Schema]], schemas: Sequence[Schema]) -> bool:
     """Tells whether each allowed call, in their order, has a call of its own, and no call is left. Raises ValueError."""
-    left = list(calls)
-    if len(calls) != len(allowed):
-        return False
+    left, known = list(calls), {schema["name"]: schema["parameters"] for schema in reversed(schemas)}
     for one in allowed:
         ((name, values),) = one.items()
-        schema = next((schema for schema in schemas if schema["name"] == name), None)
-        if schema is None:
+        if name not in known:
             raise ValueError(f"no schema in `function` is called {name!r}, which `ground_truth` names")
-        fitting = next((call for call in left if call[0] == name and _fits(call[1], values, schema)), None)
-        if fitting is None:
+        fitting = [call for call in left if call[0] == name and _fits(call[1], values, known[name])]
+        if not fitting or len(calls) != len(allowed):
             return False
-        left.remove(fitting)
+        left.remove(fitting[0])
     return True
 
 
 def _fits(arguments: Mapping[str, Any], values: Schema, schema: Schema) -> bool:
-    parameters = schema["parameters"]
-    known = parameters["properties"]
-    return (
-        all(name in arguments for name in parameters["required"])
-        and all(
-            name in known and name in values and _is_allowed(value, values[name], known[name])
-            for name, value in arguments.items()
-        )
-        and all(name in arguments or "" in options for name, options in values.items())
+    known = schema["properties"]
+    if not all(name in arguments for name in schema["required"]):
+        return False
+    if not all(name in arguments or "" in options for name, options in values.items()):
+        return False
+    return all(
+        name in known and name in values and _is_allowed(value, values[name], known[name])
+        for name, value in arguments.items()
     )
 
 
@@ -128,10 +116,8 @@ def _is_allowed(value: Any, options: Sequence[Any], schema: Schema) -> bool:
     if kind not in TYPES:
         raise ValueError(f"the type {kind!r} is none of {', '.join(TYPES)}")
     inner = TYPES[schema["items"]["type"]] if kind in ("array", "tuple") else None
-    if kind == "float" and type(value) is int:
-        value = float(value)
-    if kind == "tuple" and type(value) is tuple:
-        value = list(value)
+    if (kind, type(value)) in (("float", int), ("tuple", tuple)):
+        value = TYPES[kind](value)
     of_options = _type_of(options)
     if type(value) is not TYPES[kind]:  # a variable, where the options are the texts that name it
         return type(value) is of_options and value in options
@@ -142,36 +128,26 @@ def _is_allowed(value: Any, options: Sequence[Any], schema: Schema) -> bool:
     if kind == "dict":
         return any(_fits_table(value, option) for option in options)
     if inner is dict:
-        return any(_fits_tables(value, option) for option in options)
-    if TYPES[kind] is list:
-        return _plain(value) in [_plain(option) for option in options]
-    return _plain_text(value) in map(_plain_text, options) if isinstance(value, str) else value in options
+        return any(len(value) == len(option) and all(map(_fits_table, value, option)) for option in options)
+    if inner:
+        return [*map(_plain, value)] in [[*map(_plain, option)] for option in options]
+    return _plain(value) in map(_plain, options)
 
 
 def _type_of(options: Sequence[Any]) -> type | None:
     return next((type(option) for option in options if option != ""), None)
 
 
-def _has_items(value: Sequence[Any], option: Any, inner: type) -> bool:
-    of_option = _type_of(option) if isinstance(option, list) else None
-    return not isinstance(option, list) or all(type(item) in (inner, of_option) for item in value)
+def _has_items(value: Any, option: Any, inner: type) -> bool:
+    return not isinstance(option, list) or all(type(item) in (inner, _type_of(option)) for item in value)
 
 
 def _fits_table(value: Any, option: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(option, dict):
         return False
-    return all(
-        name in option and _plain_text(item) in map(_plain_text, option[name]) for name, item in value.items()
-    ) and all(name in value or "" in options for name, options in option.items())
+    known = all(name in option and _plain(item) in map(_plain, option[name]) for name, item in value.items())
+    return known and all(name in value or "" in options for name, options in option.items())
 
 
-def _fits_tables(value: Sequence[Any], option: Sequence[Any]) -> bool:
-    return len(value) == len(option) and all(map(_fits_table, value, option))
-
-
-def _plain(values: Any) -> list[Any]:
-    return [_plain_text(value) for value in values]
-
-
-def _plain_text(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     return _DROPPED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value

