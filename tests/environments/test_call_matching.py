@@ -67,6 +67,7 @@ VERDICTS: list[tuple[str, list[Any], bool]] = [
     ("[now(), trip.plan(city='NYC')]", TWO, True),
     ("[trip.plan(city='NYC'), trip.plan(city='NYC')]", TWO, False),
     ("[trip.plan(city='NYC')]", TWO, False),
+    ("[trip.plan(city='NYC'), now()]", ONE + ONE, False),
     ("[trip.plan(city=-1)]", ONE, False),
     ("I cannot do that.", ONE, False),
 ]

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ import pytest
 from grpo_megatron.environments import programs
 from grpo_megatron.environments.programs import program_of, programs_reward, read_tests, same_output
 from grpo_megatron.environments.tools.isolation import find_isolation
-from grpo_megatron.rewards import check_reward
+from grpo_megatron.rewards import check_reward, rewards
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import read_signature
 
 STDIN = [("3\n1 2 3\n", "6\n"), ("2\n1 4", "5"), ("1\n7", "7.0")]
@@ -151,6 +153,17 @@ def test_time_and_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         read_tests(hostile)
     assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n"
     assert not same_output("50000000000000001", "50000000000000000") and same_output("1e2 2", "100 2.0")
+
+
+@rewards.declare(least_timeout_s=20.0)
+def slow(completion: str) -> float:
+    time.sleep(0.3)
+    return 1.0
+
+
+def test_a_reward_may_take_longer_than_the_others() -> None:
+    with RewardPool(1, timeout_s=0.1) as pool:
+        assert [one.status for one in pool.grade([(f"{__name__}:slow", "", "")])] == ["ok"]
 
 
 def test_a_machine_that_isolates_nothing_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
