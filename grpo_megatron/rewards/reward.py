@@ -273,13 +273,10 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
         raise ValueError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:
         problem = read_signature(function).problem(kwargs or {}, columns)
+        if problem is None and (check := rewards.facts_of(function).check):
+            check(**(kwargs or {}))
     except ValueError as error:
         problem = str(error)
-    if problem is None and (check := rewards.facts_of(function).check):
-        try:
-            check(**(kwargs or {}))
-        except ValueError as error:
-            problem = str(error)
     if problem is not None:
         raise ValueError(f"reward {name!r} cannot be called: {problem}")
     return function
