@@ -73,6 +73,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "math_verify": ("rewards.math.", "evaluation."),
     "latex2sympy2_extended": ("rewards.math.",),
     "sympy": ("rewards.math.",),
+    "nltk": ("rewards.instructions",),
+    "langdetect": ("rewards.instructions",),
 }
 ANYWHERE = {"numpy", "torch", "psutil"}  # outside the rooms without torch, and outside algo
 

@@ -104,7 +104,8 @@ def read_question(row: dict[str, Any], field: str = "prompt") -> Question:
     """`row[field]`: text, or chat messages that do not end with the assistant's turn. Raises ValueError."""
     if not isinstance(row.get(field), list):
         return text_field(row, field)
-    messages: list[Any] = [*map(flat_message, row[field])]
+    nested = len(row[field]) == 1 and isinstance(row[field][0], list)  # BFCL: a list of messages per turn, here of one
+    messages: list[Any] = [*map(flat_message, row[field][0] if nested else row[field])]
     if not messages:
         raise ValueError(f"field {field!r} is empty")
     for message in messages:

@@ -292,6 +292,10 @@ class RowFormat(Section):
     """The keys of a task file for rows: question and reference answer."""
 
     choices: Choices | None = None
+    lines: list[str] = Field([])  # columns with lists of texts, which `question` shows without letters
+    system: str | None = (
+        None  # template of a system turn; a column that is no text is shown as JSON. The row's own follows
+    )
     question: Templates = Field(min_length=1)  # templates over the row's fields; the first whose fields are all there
     answer: Annotated[list[AnswerField], BeforeValidator(_as_fields)] = Field(min_length=1)  # the first that is there
     answer_is_optional: bool = False  # a row without any of the fields has the answer ""
@@ -300,7 +304,7 @@ class RowFormat(Section):
     def read(self, row: dict[str, Any]) -> tuple[Question, str]:
         """Read (question, reference answer). Raises ValueError."""
         row = self.choices.lettered(row) if self.choices else row
-        question = self._read_question(row)
+        question = self._with_system(self._read_question(row), row)
         answer_place = self._find_answer(row)
         if answer_place is None:
             return question, ""
@@ -315,10 +319,26 @@ class RowFormat(Section):
 
     def read_question(self, row: dict[str, Any]) -> Question:
         """Read the question of a row, with an answer or without. Raises ValueError."""
-        return self._read_question(self.choices.lettered(row) if self.choices else row)
+        return self._with_system(self._read_question(self.choices.lettered(row) if self.choices else row), row)
+
+    def _with_system(self, question: Question, row: dict[str, Any]) -> Question:
+        if self.system is None:
+            return question
+        names = PLACEHOLDER.findall(self.system)
+        if missing := [name for name in names if name not in row]:
+            raise missing_field(missing, row)
+        values = {name: row[name] if isinstance(row[name], str) else json.dumps(row[name], indent=4) for name in names}
+        turns = [_user(question)] if isinstance(question, str) else list(question)
+        own = turns.pop(0)["content"] if turns[0]["role"] == "system" else ""
+        text = fill_template(self.system, values) + (f"\n\n{own}" if own else "")
+        return [{"role": "system", "content": text}, *turns]
 
     def _read_question(self, row: dict[str, Any]) -> Question:
         templates = _with_fields(tuple(self.question))
+        row = {
+            **row,
+            **{name: "\n".join(map(str, row[name])) for name in self.lines if isinstance(row.get(name), list)},
+        }
         for is_there in (_has_content, dict.__contains__):
             for template, fields in templates:
                 if all(is_there(row, field) for field in fields):

@@ -44,6 +44,9 @@ class Grade:
     status: Literal["ok", "error", "timeout", "none"] = "ok"
     message: str = ""
     reward: float | None = None
+    weight: float = (
+        1.0  # in a mean over problems: what the grader reports as "acc_weight", such as the number of instructions
+    )
 
     @property
     def format_ok(self) -> bool:
@@ -110,7 +113,8 @@ def grade(
             for number, result in zip(chunk, pool.grade(items), strict=True):
                 score = result.metrics.get("acc", result.reward) if result.status == "ok" else 0.0
                 reward = None if reader else score
-                grades[number] = Grade(score == 1.0, predictions[number], result.status, result.message, reward)
+                weight = result.metrics.get("acc_weight", 1.0)
+                grades[number] = Grade(score == 1.0, predictions[number], result.status, result.message, reward, weight)
             bar.update(len(chunk))
     return [grades[number] for number in range(len(answers))]
 

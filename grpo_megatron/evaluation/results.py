@@ -186,13 +186,17 @@ def _grader_scores(run: TaskRun, graded: list[GradedProblem], column: int, grade
 def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean: bool) -> Scores:
     """Compute the greedy answers' score, and the mean of the others, as far as there are any; of an environment, both kinds."""
     scores = {}
+    weights = [item.samples[0].grades[column].weight for item in graded]
+    mean_weight = sum(weights) / len(
+        weights
+    )  # of these problems: a mean of weighted scores is one over all instructions
     for is_reward in (True, False) if is_mean and grader == ENVIRONMENT else (is_mean,):
         rows = [
             [
-                one.score if is_reward else float(one.correct)
+                (one.score if is_reward else float(one.correct)) * weight / mean_weight
                 for one in (sample.grades[column] for sample in item.samples)
             ]
-            for item in graded
+            for item, weight in zip(graded, weights, strict=True)
         ]
         has_greedy = graded[0].greedy() is not None
         if has_greedy:

@@ -2,6 +2,7 @@
 
 reward.py, calling.py, pool.py        signatures and results; the call in a worker, the sum `composite`; the workers
 answers.py, numeric.py, math/         graders of GSM8K, layouts, graded rewards; the grader of MATH
+instructions.py                       IFEval and IFBench; programs and tool calls are in environments/, beside the sandbox
 style.py, judge.py                    length, language and repetition; another model's verdict
 teacher_server.py                     a teacher's scores from a server: no reward
 
@@ -11,6 +12,7 @@ Importing this package registers them. It imports the standard library only, so 
 from grpo_megatron.rewards import (  # noqa: F401 - importing registers them
     answers,
     calling,
+    instructions,
     judge,
     math,
     numeric,

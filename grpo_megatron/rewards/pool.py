@@ -171,14 +171,15 @@ class RewardPool(PoolClient):
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        request = {"name": name, "samples": [], "timeout_s": self.timeout_s}
+        timeout_s = max(self.timeout_s, reward.least_timeout_s)
+        request = {"name": name, "samples": [], "timeout_s": timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
             worker.calls.append((name, []))
             self._processes.submit(worker.key, request, STARTUP_TIMEOUT_S)
         worker.calls.append((name, numbers))
         samples = [reward.sample(self._items[number]) for number in numbers]
-        seconds = self.timeout_s * (1 if reward.is_quick else len(numbers))
+        seconds = timeout_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
@@ -205,7 +206,8 @@ class RewardPool(PoolClient):
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            reason = f"{self.timeout_s:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            limit = max(self.timeout_s, self._queue.reward(name).least_timeout_s)
+            reason = f"{limit:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
             message = f"no result after {reason}; killed"
         message += answer["output"]
         for other, items in reversed(worker.calls):
@@ -261,6 +263,8 @@ class PlannedReward:
         parts: Components = [{"function": name, "kwargs": kwargs}]
         parts = kwargs["components"] if name == COMPOSITE else parts
         self._columns = [_columns(part["function"], part["kwargs"]) for part in parts]
+        known = [part["function"] for part in parts if _signature(part["function"])]
+        self.least_timeout_s = max((rewards.facts(one).least_timeout_s for one in known), default=0.0)
         self._reads_pixels = any(PIXELS in one.names for part in parts if (one := _signature(part["function"])))
 
     def sample(self, item: RewardItem) -> ItemFields:

@@ -201,6 +201,10 @@ class RewardFacts:
     compares: bool = False  # of a batched one: its one batch is all that an engine has generated, by prompt and sample
     reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
     preload: Callable[[], None] | None = None  # slow imports, run before the first sample is timed
+    check: Callable[..., None] | None = (
+        None  # gets `reward.kwargs`; raises ValueError where a machine lacks what it needs
+    )
+    least_timeout_s: float = 0.0  # per sample, where reward.timeout_s is less
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -209,7 +213,9 @@ class RewardFacts:
             raise TypeError("compares=True is for a batched reward; add batch=True")
 
 
-rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry("reward", RewardFacts())
+rewards: FactRegistry[RewardFunction, RewardFacts] = FactRegistry(
+    "reward", RewardFacts(), [f"grpo_megatron.environments.{name}" for name in ("programs", "call_matching")]
+)
 
 MAX_METRICS = 64  # a metric is one curve per name: a reward with more metrics has names that depend on the data
 MAX_STEPS = 10_000
@@ -251,7 +257,8 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
     """Returns the function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
     `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`.
-    Starts no process. Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
+    Starts no process, but `programs` tries out the sandbox.
+    Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
     """
     columns = () if columns is None and ":" not in name else columns
     if name.startswith("__main__:"):
@@ -266,6 +273,8 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
         raise ValueError(f"reward {name!r} is {type(function).__name__}, not a function")
     try:
         problem = read_signature(function).problem(kwargs or {}, columns)
+        if problem is None and (check := rewards.facts_of(function).check):
+            check(**(kwargs or {}))
     except ValueError as error:
         problem = str(error)
     if problem is not None:

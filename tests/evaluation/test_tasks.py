@@ -19,9 +19,11 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, read_datasets, read_task_prompts
 from grpo_megatron.data.prompts import load_prompts
 from grpo_megatron.data.task import Task, get_task, get_tasks, task_names
+from grpo_megatron.environments import programs
 from grpo_megatron.evaluation.evaluate import cut_at_stop
 from grpo_megatron.evaluation.grading import grade
 from grpo_megatron.evaluation.settings import build_prompts, choose_format
+from grpo_megatron.rewards import instructions
 from grpo_megatron.rewards.pool import RewardPool
 from tests.evaluation.models import byte_tokenizer, gsm8k_rows
 from tests.files import WHOLE
@@ -230,6 +232,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "mmlu_pro": {"question": "What is it?", "options": ["one", "two"], "answer": "B"},
     "supergpqa": {"question": "What is it?", "options": ["one", "two"], "answer_letter": "B"},
     "gpqa": {"Question": "What?", "Correct Answer": "two", **{f"Incorrect Answer {n}": f"{n}" for n in (1, 2, 3)}},
+    "ifeval": {"prompt": "Write no comma.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+    "ifbench": {"prompt": "Write no comma.", "instruction_id_list": ["format:emoji"], "kwargs": [{"N": None}]},
+    "humaneval_plus": {"prompt": "def f():", "canonical_solution": " return 1", "test": "", "entry_point": "f"},
+    "mbpp_plus": {"prompt": "Write f.", "code": "def f(): return 1", "test_list": ["assert f()", "assert f() < 2"]},
+    "livecodebench": {"question_content": "Add.", "starter_code": "class Solution:", "public_test_cases": "[]"},
+    "bfcl": {
+        "question": [[{"role": "user", "content": "Now?"}]],
+        "function": [{"name": "f"}],
+        "ground_truth": [{"f": {}}],
+    },
     "amc": {"question": "Find $x$.", "answer": "$27$"},
     "minerva": {"problem": "Find $x$.", "solution": "\\boxed{3}"},
     "boxed": {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Find $x$."}], "answer": 2},
@@ -252,14 +264,16 @@ ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", task_names())
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "text"])
 def test_training_validation_and_evaluation_share_prompts_and_answers(
-    name: str, chat: bool, tmp_path: Path, closing_tokenizer: Any
+    name: str, chat: bool, tmp_path: Path, closing_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same row gives the same token ids and the same reference answer, zero-shot, in all three."""
+    monkeypatch.setattr(programs, "find_isolation", lambda unsafe: "none")  # what a machine lacks is reported elsewhere
+    monkeypatch.setattr(instructions, "NEEDED", ())
     tokenizer = closing_tokenizer
     task, format = get_task(name), "chat" if chat else "text"
     file = write_rows(tmp_path / (task.files[0] if task.files else "rows.jsonl"), [ROWS[name]])
-    data = DataConfig(task=name, apply_chat_template=chat, val_tasks=[name], val_data=tmp_path)
-    is_messages = name in ("boxed", "verl")
+    data = DataConfig(task=name, apply_chat_template=chat, val_tasks=[name], val_data=tmp_path, max_prompt_length=2048)
+    is_messages = name in ("boxed", "verl", "bfcl")
     if (chat and task.user_prompt is None) or (not chat and is_messages):
         with pytest.raises(ConfigError, match="plain text prompts only" if chat else "is a list of chat messages"):
             load_prompts(data, [file], tokenizer, "gsm8k")

@@ -64,12 +64,13 @@ def find_isolation(unsafe: bool = False) -> str:
     raise ValueError(
         "the tool python cannot isolate programs on this machine; install bubblewrap 0.7 or newer, or use a kernel with"
         " Landlock and, as root, a Python that all users can read; or let programs read and change files here, with"
-        f" rollout.multi_turn.kwargs={{python: {{unsafe: true}}}} ({'; '.join(problems)})"
+        " rollout.multi_turn.kwargs={python: {unsafe: true}}, or of a reward with reward.kwargs={unsafe: true}"
+        f" ({'; '.join(problems)})"
     )
 
 
-def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
-    """Runs a program. Returns (its output, how it failed or "")."""
+def run_program(code: str, limits: ProgramLimits, kind: str, stdin: str = "") -> tuple[str, str]:
+    """Runs a program that may read `stdin`. Returns (its output, how it failed or "")."""
     uid = other_user(threading.get_native_id()) if os.geteuid() == 0 else None
     settings = {
         "cpu_s": int(limits.timeout_s) + 1,
@@ -85,7 +86,13 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
         alive, writing = os.pipe()  # `writing` is closed when this process ends, however that happens
         opened.callback(os.close, writing)
         opened.callback(os.close, alive)
-        command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps({**settings, "alive": alive})]
+        given = opened.enter_context(tempfile.TemporaryFile())
+        given.write(stdin.encode("utf-8", "replace"))
+        given.flush()
+        reading = os.open(f"/proc/self/fd/{given.fileno()}", os.O_RDONLY)
+        opened.callback(os.close, reading)
+        settings |= {"alive": alive, "stdin": reading}
+        command = [sys.executable, "-I", "-u", sandbox.__file__, json.dumps(settings)]
         folder = "/tmp"
         if kind == "bwrap":
             command = [str(bwrap), *_bwrap_options(FOLDER_FILES * limits.file_mib * MIB), *command]
@@ -103,7 +110,7 @@ def run_program(code: str, limits: ProgramLimits, kind: str) -> tuple[str, str]:
             cwd=folder,
             env=VARIABLES | {"HOME": folder, "TMPDIR": folder, MARK: os.environ.get(MARK, "")},
             start_new_session=True,
-            pass_fds=[alive],
+            pass_fds=[alive, reading],
         )
         watched = "" if kind == "bwrap" else folder
         problem = _wait(process, limits.timeout_s, watched, FOLDER_FILES * limits.file_mib)

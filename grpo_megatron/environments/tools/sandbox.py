@@ -70,12 +70,13 @@ IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FI
 def main() -> None:
     """Runs the code on stdin; the exit code is that of the code, or 1 with a text if it cannot be run.
 
-    SETTINGS: {"cpu_s": 10, "memory": bytes, "file": bytes, "uid": 4294900000 or null, "readable": ["/usr", ...] or
-    null}.
+    SETTINGS: {"stdin": the descriptor of its input, "cpu_s": 10, "memory": bytes, "file": bytes, "uid": 4294900000 or
+    null, "readable": ["/usr", ...] or null}.
     """
     settings = json.loads(sys.argv[1])
     code = sys.stdin.buffer.read()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(settings["stdin"], 0)
+    os.close(settings.pop("stdin"))
     try:
         give_up(**settings)
     except (OSError, OverflowError) as error:
