@@ -151,7 +151,9 @@ def test_a_step_over_several_rows_is_that_of_a_float64_computation(workspace: Pa
         samples = [sample for rank in results for sample in rank[number]["samples"]]
         model = AutoModelForCausalLM.from_pretrained(raw["model"]["path"], dtype=torch.float64)
         trajectories: dict[tuple[int, int], list[Any]] = {}
-        for sample in sorted(samples, key=lambda s: s.index if s.index >= BRANCH else 1 << 60):  # the end is the last row
+        for sample in sorted(
+            samples, key=lambda s: s.index if s.index >= BRANCH else 1 << 60
+        ):  # the end is the last row
             trajectories.setdefault((sample.prompt_index, sample.index % BRANCH), []).append(sample)
         assert sum(map(len, trajectories.values())) > len(trajectories) == 21
         advantages, weights = oracle(trajectories, raw["algorithm"]["adv_estimator"])
