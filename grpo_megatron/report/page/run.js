@@ -250,7 +250,7 @@
     const good = isNumber(sample.reward) && sample.reward === best && best > 0;
     head.append(make("span", `badge ${good ? "right" : "wrong"}`, `reward ${short(sample.reward)}`));
     if (isNumber(sample.score) && sample.score !== sample.reward) head.append(make("span", "small", `before penalties ${short(sample.score)}`));
-    const trained = (row) => (row.advantage === null ? "not trained on" : `advantage ${short(row.advantage)}`), counted = (count) => `${count.toLocaleString("en")} tokens`;
+    const trained = (row) => (row.advantage === null ? "not trained on" : `advantage ${short(row.advantage)}`), counted = (count) => `${count.toLocaleString("en")} token${count === 1 ? "" : "s"}`;
     if (!sample.rows) head.append(make("span", "small", trained(sample)));
     head.append(make("span", "small soft", counted(rows.reduce((sum, row) => sum + row.tokens, 0))));
     if (sample.finish_reason === "length") head.append(make("span", "badge mark", "cut off"));
