@@ -25,6 +25,7 @@ from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same, metrics
 from tests.models import policies
 from tests.stored import metric_rows
+from tests.training.test_guards import replayed
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ '<eos>' if m.role == 'assistant' else '<sep>' }}{% endfor %}"
 
@@ -135,6 +136,7 @@ def test_a_step_over_several_rows_is_that_of_a_float64_computation(workspace: Pa
 
     Here from the samples' tokens and turns alone, by transformers in float64: a trajectory is its rows one after the other.
     GRPO: A = (r - mean) / (std + 1e-6) and w = 1 / (trajectories * n). REINFORCE++: whitened returns of turns, w = 1 / N.
+    A dump of the update replays to its loss and norm.
     """
     raws = []
     for estimator, mode in (("grpo", "seq-mean-token-mean"), ("reinforce_plus_plus", "token-mean")):
@@ -145,8 +147,14 @@ def test_a_step_over_several_rows_is_that_of_a_float64_computation(workspace: Pa
         raw["actor"]["megatron"] = {"tensor_model_parallel_size": world}
         raw["rollout"] |= {"engine": "transformers", "engine_options": {}}
         raw["trainer"]["total_training_steps"] = 1
+        raw["guards"] = {"grad_norm": {"high": 1e-9}}  # warns, and dumps the update
         raws.append(raw)
     results = worlds.run(one_update, world, raws=raws)
+    dumps = [Path(raw["trainer"]["output_dir"], "dumps", "step_000000_grad_norm") for raw in raws]
+    for code, text in replayed(1, dumps=dumps)[0]:
+        assert code == 0, text
+        _, _, difference = next(map(float, line.split()[1:]) for line in text.splitlines() if "grad_norm  " in line)
+        assert abs(difference) < 1e-4, text
     for number, raw in enumerate(raws):
         samples = [sample for rank in results for sample in rank[number]["samples"]]
         model = AutoModelForCausalLM.from_pretrained(raw["model"]["path"], dtype=torch.float64)
