@@ -232,7 +232,8 @@ def without_rewards(drawn: dict[int, list[Any]], first: int = 0) -> list[Any]:
 @pytest.mark.soak
 def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, tmp_path: Path) -> None:
     """Two ranks serve one engine, so every answer goes from one to the other. The environment gives rewards per turn, and
-    fails now and then; groups that dynamic sampling leaves over wait in the checkpoint."""
+    fails now and then; groups that dynamic sampling leaves over, and those of the replay buffer, wait in the checkpoint with
+    all rows of their trajectories."""
 
     def run(name: str, **arguments: Any) -> list[dict[str, Any]]:
         raw = settings(
@@ -240,8 +241,13 @@ def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, t
             tmp_path / name,
             2,
             "Judge",
+            template=REWRITING,  # type: ignore[arg-type]
             multi_turn={"kwargs": {"delay_s": 0.05, "is_fragile": True}, "failed": "mask"},
-            algorithm={"adv_estimator": "reinforce_plus_plus", "filter_groups": {"enable": True}},
+            algorithm={
+                "adv_estimator": "reinforce_plus_plus",
+                "filter_groups": {"enable": True},
+                "replay": {"ratio": 0.34},
+            },
             trainer={"total_training_steps": 4, "save_freq": 1},
             data={"train_batch_size": 3, "gen_batch_size": 5},
         )
@@ -263,3 +269,4 @@ def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, t
     reported = metric_rows(tmp_path / "whole")
     assert any(row["trajectory/status/raised"] > 0 for row in reported)
     assert any(row["train/left_over_staleness_max"] == 1 for row in reported)
+    assert any(row["train/replayed_groups"] for row in reported) and reported[-1]["trajectory/sequences/mean"] > 1

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,9 @@ def usage() -> tuple[int, int, float]:
     pids = processes_with(f"{MARK}={os.getpid()}.")
     files = pages = 0
     for pid in (os.getpid(), *pids):
-        files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
-        pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        with suppress(OSError):  # it has ended
+            files += len(list(Path(f"/proc/{pid}/fd").iterdir()))
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return len(pids), files, pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
@@ -75,14 +76,19 @@ def test_rounds_leave_nothing_behind() -> None:
     """50 rounds of 200 trajectories, one in ten of which fails: as many processes and files after each, and no more memory."""
     after = []
     with playing(60.0, 2) as generator:
-        for _ in range(int(os.environ.get("SOAK_ROUNDS", "50"))):
+        for _ in range(50):
             rows = [{"name": str(n), "sleeps": 0.0, "fails": n % 10 == 0} for n in range(50)]
             samples = [s for s in sampled(generator, rows, 4, Metrics()) if s.index < 4]
             assert len(samples) == 200 and sum(s.status == "raised" for s in samples) == 20
-            wait_until(lambda: usage()[0] == 2)
+            answers, engine = generator.answers, generator.engine
+            assert not answers._histories and not answers._kept.pool._starts and not engine._queue  # type: ignore[attr-defined, union-attr]
+            engine.requests.clear()  # type: ignore[attr-defined] - the stand-in's own record
+            engine.versions.clear()  # type: ignore[attr-defined]
+            wait_until(lambda: usage()[0] == 2)  # the hosts
             after.append(usage())
-            answers: Any = generator.answers
-            assert not answers._histories and not answers._kept.pool._starts and not generator.engine._queue  # type: ignore[attr-defined]
-    print(after)
-    assert {files for _, files, _ in after} == {after[0][1]}
-    assert after[-1][2] - after[9][2] < 8  # MiB
+    assert {files - after[0][1] for _, files, _ in after} <= {
+        -1,
+        0,
+        1,
+    }  # a host may be closing the pipe of one that has ended
+    assert after[-1][2] - after[25][2] < 4, after  # MiB; 1.6 measured, and 13 with 2 kB left of each trajectory
