@@ -264,7 +264,10 @@ def test_a_kill_in_the_middle_of_trajectories_changes_nothing(workspace: Path, t
         assert without_rewards(a["samples"], 2) == without_rewards(b["samples"], 2)
         assert_same(a, b)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "killed")
-    assert {step: whole[0]["samples"][step] for step in (2, 3)} == resumed[0]["samples"]
+    expected = {step: whole[0]["samples"][step] for step in (2, 3)}
+    assert repr(expected) == repr(
+        resumed[0]["samples"]
+    )  # as text: NaN, the reward of a failed one, is not equal to itself
     assert without_rewards(whole[0]["samples"]) == without_rewards(whole[1]["samples"])  # of one block
     reported = metric_rows(tmp_path / "whole")
     assert any(row["trajectory/status/raised"] > 0 for row in reported)
