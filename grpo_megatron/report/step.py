@@ -321,7 +321,7 @@ def _finite(value: float) -> float | None:
 # -- Samples on the report page ----------------------------------------------------------------------------------------
 
 MAX_SAMPLES = 8  # of a group
-MAX_ROWS = 6  # of a trajectory: its first one, and the last ones
+MAX_SHOWN_ROWS = 6  # of a trajectory: its first one, and the last ones
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
@@ -447,7 +447,7 @@ def shown_rows(table: GroupTable) -> list[list[int]]:
     others = [group for group in groups if group is not most_spread]
     chosen = [set(group) for group in (most_spread, *others[:1]) if group]
     of_groups = [[rows for rows in table.trajectories if rows[-1] in group][:MAX_SAMPLES] for group in chosen]
-    return [[row for rows in group for row in (*rows[:1], *rows[1:][1 - MAX_ROWS :])] for group in of_groups]
+    return [[row for rows in group for row in (*rows[:1], *rows[1:][1 - MAX_SHOWN_ROWS :])] for group in of_groups]
 
 
 def shown_tokens(length: int) -> list[int]:

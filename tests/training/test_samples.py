@@ -15,7 +15,7 @@ from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import (
     HEAD,
-    MAX_ROWS,
+    MAX_SHOWN_ROWS,
     TAIL,
     RolloutFiles,
     ShownSamples,
@@ -208,8 +208,8 @@ def test_each_token_has_the_numbers_of_engine_and_policy() -> None:
 
 
 def test_a_trajectory_is_a_dialogue_of_all_its_rows() -> None:
-    """Two trajectories with 1 and MAX_ROWS + 1 rows, of which the second one is left out; turns of 2, 1 and 2 tokens."""
-    indices = [0, 1, *(1 + b * BRANCH for b in range(1, MAX_ROWS + 1))]
+    """Two trajectories with 1 and MAX_SHOWN_ROWS + 1 rows, of which the second one is left out; turns of 2, 1 and 2 tokens."""
+    indices = [0, 1, *(1 + b * BRANCH for b in range(1, MAX_SHOWN_ROWS + 1))]
     turns = [Turn(0, 2, "assistant", 0, 5, 0.5), Turn(2, 3, "observation", 0, 7), Turn(3, 5, "assistant", 0, 9)]
     euro = list("\u20ac".encode())  # its first two bytes end a turn: they are no part of a character of the next one
     samples = [
