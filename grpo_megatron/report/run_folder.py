@@ -165,6 +165,8 @@ def rounded(value: float | None) -> float | None:
 # SAMPLE: index, reward, score, advantage (null: none), finish_reason, status, tokens (their number), failure, metrics, and
 # `pieces`: [text, log-probability, policy's minus engine's] of each token; null: there is none. The log-probability is the
 # engine's if the sample is `drawn`, and the policy's if it is from a file. `cut` tokens are left out after piece `cut_at`.
+# `turns` of a trajectory: {kind, end (of its pieces), tokens, trained (of them), reward, clock (engine steps), seconds}. One of
+# several token sequences has a SAMPLE for each, in their order, with `row`, `rows` (their number) and `prompt`.
 
 SAMPLES_FILE = "report_samples.jsonl"
 MAX_STEPS, NEWEST = 12, 5  # steps that are kept; the first one, the newest ones, and others between them

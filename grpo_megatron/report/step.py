@@ -5,6 +5,7 @@ StepReport reduces all metrics of a step over the ranks in one exchange, and wri
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import json
@@ -320,6 +321,7 @@ def _finite(value: float) -> float | None:
 # -- Samples on the report page ----------------------------------------------------------------------------------------
 
 MAX_SAMPLES = 8  # of a group
+MAX_SHOWN_ROWS = 6  # of a trajectory: its first one, and the last ones
 HEAD, TAIL = 300, 100  # tokens of a response that are shown; those between them are left out
 LONGEST_PROMPT = 4000  # characters
 LONGEST_CHARACTER = 4  # tokens of one byte each that are one character
@@ -355,23 +357,33 @@ class ShownSamples:
             return None
         facts = {row: fact for part, _ in records for row, fact in part.items()}
         policy = {row: numbers for _, part in records for row, numbers in part.items()}
+        places = {row: (n, len(rows)) for rows in table.trajectories for n, row in enumerate(rows, start=1)}
 
         def shown(row: int) -> dict[str, Any]:
-            about, ids, engine = facts[row][1:]
+            prompt, about, ids, engine = facts[row]
             policy_logprobs, gaps = policy.get(row, ([None] * len(ids), [None] * len(ids)))
             logprobs = engine if self.is_generated else policy_logprobs
-            head = self.texts.pieces(ids[:HEAD], logprobs[:HEAD], gaps[:HEAD])
+            number, count = places[row]
+            head, ends = min(HEAD, len(ids)), [turn["end"] for turn in about["turns"]]
+            borders = sorted({0, head, *ends, len(ids)})
+            pieces: list[list[Any]] = []
+            made = {0: 0}  # shown tokens -> their pieces
+            for start, end in itertools.pairwise(borders):
+                pieces += self.texts.pieces(ids[start:end], logprobs[start:end], gaps[start:end])
+                made[end] = len(pieces)
             length = int(table.response_length[row])
             return {
                 **about,
+                **({"row": number, "rows": count, "prompt": prompt["prompt"]} if count > 1 else {}),
+                "turns": [{**turn, "end": made[turn["end"]]} for turn in about["turns"]],
                 "reward": _digits(table.reward[row]),
                 "score": _digits((table.raw_reward or table.reward)[row]),
                 "advantage": _digits(mean_advantage(plan.advantages[row], table.spans_of(row))),
                 "tokens": length,
                 "drawn": self.is_generated,
-                "pieces": head + self.texts.pieces(ids[HEAD:], logprobs[HEAD:], gaps[HEAD:]),
+                "pieces": pieces,
                 "cut": max(0, length - HEAD - TAIL),
-                "cut_at": len(head),
+                "cut_at": made[head],
             }
 
         return lambda: [{**facts[group[0]][0], "samples": [shown(row) for row in group]} for group in groups]
@@ -383,12 +395,26 @@ class ShownSamples:
         """
         places = shown_tokens(len(sample.response_ids))
         has_engine = self.is_generated and len(sample.rollout_logprobs) == len(sample.response_ids)
+        rewards, metrics = dict(sample.turn_rewards), {**sample.reward_metrics, **sample.trajectory_metrics}
+        turns = [
+            {
+                "kind": turn.kind,
+                "end": bisect.bisect_left(places, turn.end),
+                "tokens": turn.end - turn.start,
+                "trained": sum(sample.loss_mask[turn.start : turn.end]),
+                "reward": _digits(rewards.get(turn.end - 1)),
+                "clock": turn.clock,
+                "seconds": _digits(turn.seconds),
+            }
+            for turn in sample.turns
+        ]
         about = {
-            "index": sample.index,
+            "index": sample.index % BRANCH,
+            "turns": turns,
             "finish_reason": sample.finish_reason,
             "status": sample.status,
             "failure": sample.reward_failure[:LONGEST_PROMPT],
-            "metrics": {name: _digits(value) for name, value in sorted(sample.reward_metrics.items())},
+            "metrics": {name: _digits(value) for name, value in sorted(metrics.items())},
         }
         prompt = {"uid": sample.prompt.uid, "source": sample.prompt.source, "answer": _cut(str(sample.prompt.answer))}
         logprobs = [sample.rollout_logprobs[p] if has_engine and sample.loss_mask[p] else None for p in places]
@@ -410,7 +436,7 @@ class ShownSamples:
 
 
 def shown_rows(table: GroupTable) -> list[list[int]]:
-    """Selects the table rows of the shown groups; the same on every rank."""
+    """Selects the table rows of the shown groups, in the order of their trajectories; the same on every rank."""
 
     def spread(group: list[int]) -> float:
         finite = [table.reward[row] for row in group if math.isfinite(table.reward[row])]
@@ -419,7 +445,9 @@ def shown_rows(table: GroupTable) -> list[list[int]]:
     groups = table.groups()
     most_spread = max(groups, key=spread, default=[])
     others = [group for group in groups if group is not most_spread]
-    return [group[:MAX_SAMPLES] for group in (most_spread, *others[:1]) if group]
+    chosen = [set(group) for group in (most_spread, *others[:1]) if group]
+    of_groups = [[rows for rows in table.trajectories if rows[-1] in group][:MAX_SAMPLES] for group in chosen]
+    return [[row for rows in group for row in (*rows[:1], *rows[1:][1 - MAX_SHOWN_ROWS :])] for group in of_groups]
 
 
 def shown_tokens(length: int) -> list[int]:

@@ -61,6 +61,7 @@ class Answer:
     max_tokens: int | None = None  # of the next turn
     stop: tuple[str, ...] = ()  # further texts that end the next turn
     branch: bool = False  # `token_ids` are a whole prompt
+    seconds: float = 0.0  # of the environment's call
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Trajectory:
     last_finish: str = "stop"  # how the last turn ended
     branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
     routes: TokenRoutes = None  # of prompt and response
+    asked_at: float = 0.0  # the wall-clock time of the last request
 
     @property
     def is_over(self) -> bool:
@@ -147,6 +149,7 @@ class Trajectory:
     def request(self) -> Request:
         """Returns the next turn: it may fill what is left of the response."""
         number, room = self.num_generated, self.limits.response - len(self.response_ids)
+        self.asked_at = time.perf_counter()
         return Request(
             prompt_ids=(*self.prompt_ids, *self.response_ids),
             seed=stable_hash(f"{self.seed}/{number}") if number else self.seed,
@@ -162,7 +165,8 @@ class Trajectory:
 
         One that has filled the response is not shown to the environment.
         """
-        self._append("assistant", completion.response_ids, completion.logprobs, clock)
+        seconds = time.perf_counter() - self.asked_at
+        self._append("assistant", completion.response_ids, completion.logprobs, clock, seconds)
         self.routes = continued(self.routes, completion.routes)
         self.last_finish = completion.finish_reason
         if completion.finish_reason == "length" and len(self.response_ids) >= self.limits.response:
@@ -182,11 +186,11 @@ class Trajectory:
         elif self.num_generated >= self.limits.turns:
             self._end("turn_limit", "stop")
         elif answer.branch and len(answer.token_ids) < self.limits.prompt + self.limits.response:
-            self._branch(answer.token_ids, clock)
+            self._branch(answer, clock)
         elif answer.branch or len(self.response_ids) + len(answer.token_ids) >= self.limits.response:
             self._end("length", "length")
         else:
-            self._append("observation", answer.token_ids, [0.0] * len(answer.token_ids), clock)
+            self._append("observation", answer.token_ids, [0.0] * len(answer.token_ids), clock, answer.seconds)
 
     def finished(self, answer: Answer) -> None:
         """Take the environment's reward for a trajectory that a limit has ended."""
@@ -198,19 +202,19 @@ class Trajectory:
         for name, value in answer.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
-    def _branch(self, token_ids: list[int], clock: int) -> None:
+    def _branch(self, answer: Answer, clock: int) -> None:
         """Begin another sequence. What a prompt has no room for is an observation."""
         self.branches.append(replace(self, branches=[], metrics={}))
-        self.prompt_ids, rest = token_ids[: self.limits.prompt], token_ids[self.limits.prompt :]
+        self.prompt_ids, rest = answer.token_ids[: self.limits.prompt], answer.token_ids[self.limits.prompt :]
         self.response_ids, self.logprobs, self.turns, self.routes, self.turn_rewards = [], [], [], None, []
         if rest:
-            self._append("observation", rest, [0.0] * len(rest), clock)
+            self._append("observation", rest, [0.0] * len(rest), clock, answer.seconds)
 
-    def _append(self, kind: str, token_ids: list[int], logprobs: list[float], clock: int) -> None:
+    def _append(self, kind: str, token_ids: list[int], logprobs: list[float], clock: int, seconds: float) -> None:
         start = len(self.response_ids)
         self.response_ids += token_ids
         self.logprobs += logprobs
-        self.turns.append(Turn(start, len(self.response_ids), kind, self.version, clock))
+        self.turns.append(Turn(start, len(self.response_ids), kind, self.version, clock, seconds))
 
     def _fail(self, answer: Answer) -> None:
         self.message = answer.message
@@ -338,8 +342,9 @@ class EnvironmentAnswers:
                 self.times.seconds[name] += value
             else:
                 metrics[name] = value
-        limits: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
-        return Answer(token_ids, step.reward, step.done, metrics=metrics, branch=is_branch, **limits)
+        named: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
+        named |= {"branch": is_branch, "seconds": outcome.seconds}
+        return Answer(token_ids, step.reward, step.done, metrics=metrics, **named)
 
     def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
         """Returns the tokens of the next turn's prompt that are new, and whether they are a whole one."""

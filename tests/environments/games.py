@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -80,3 +81,20 @@ class Flaky(Guess):
                 os._exit(3)
             raise OSError("the service is away")
         return super().step(completion)
+
+
+class Slow(Environment):
+    """Three turns with a reward of 1 each. Every turn takes the row's seconds; with `fails`, the second one raises."""
+
+    gives_rewards = True
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.row, self.turns, self.file = row, 0, Path(os.devnull).open()  # noqa: SIM115 - held until its process ends
+        return [{"role": "user", "content": f"I am {row['name']}."}]
+
+    def step(self, completion: str) -> Step:
+        time.sleep(self.row["sleeps"])
+        self.turns += 1
+        if self.turns == 2 and self.row.get("fails"):
+            raise KeyError("the second turn")
+        return Step([{"role": "user", "content": "Go on."}], reward=1.0, done=self.turns == 3)

@@ -27,8 +27,17 @@ EVENTS = [
     event("stopped", 20, f"stopped by SIGTERM after 20 steps {HOSTILE}"),
     event("resumed", 20),
 ]
+TURN = {"kind": "assistant", "end": 2, "tokens": 2, "trained": 2, "reward": 0.25, "clock": 41, "seconds": 0.5}
+ANSWER = {"kind": "observation", "end": 4, "tokens": 2, "trained": 0, "reward": None, "clock": 49, "seconds": 0.0}
+DIALOGUE = [  # of three rows, the second of which the file does not have
+    sample(3, 0.75, "I look a wall", turns=[TURN, ANSWER], row=1, rows=3, prompt="Where?"),
+    sample(3, 0.75, "I go", turns=[{**TURN, "reward": None}], row=3, rows=3, prompt=HOSTILE),
+]
 SAMPLES = [
-    group([sample(0, 1.0, "the right answer"), sample(1, 0.0, HOSTILE), sample(2, None, failure=HOSTILE)], HOSTILE)
+    group(
+        [sample(0, 1.0, "the right answer"), sample(1, 0.0, HOSTILE), sample(2, None, failure=HOSTILE), *DIALOGUE],
+        HOSTILE,
+    )
 ]
 
 
@@ -130,7 +139,14 @@ def test_a_browser_shows_a_run(run: Path, browser: Browser, tmp_path: Path) -> N
             text = page.text()
             assert "0.2 \u2192 0.59" in text and "40 of 40" in text and "<U+202E>back" in text and "<U+001B>" in text
             assert "guards.gradients=skip: step 7" in text and "stopped by SIGTERM" in text and "attempt 2" in text
-            assert page.evaluate("document.querySelectorAll('.card').length") == 3
+            assert page.evaluate("document.querySelectorAll('.card').length") == 4
+            turns = page.evaluate("[...document.querySelectorAll('.card .turn')].map((turn) => turn.innerText)")
+            assert turns == [
+                "assistant, 2 tokens, trained, reward 0.25, engine step 41, 0.50 s\nI look ",
+                "observation, 2 tokens, read only, engine step 49\na wall ",
+                "assistant, 2 tokens, trained, engine step 41, 0.50 s\nI go ",
+            ]
+            assert "Row 1 of 3: advantage 0.25" in text and "Row 3 of 3" in text and "Where?" in text
             assert page.evaluate("document.querySelectorAll('.plot .lost').length") == 1  # the gradient norm of step 7
 
 

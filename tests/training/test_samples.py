@@ -15,6 +15,7 @@ from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import (
     HEAD,
+    MAX_SHOWN_ROWS,
     TAIL,
     RolloutFiles,
     ShownSamples,
@@ -23,7 +24,7 @@ from grpo_megatron.report.step import (
     parts_of,
     shown_rows,
 )
-from grpo_megatron.types import GroupTable, Plan, Sample, Turn
+from grpo_megatron.types import BRANCH, GroupTable, Plan, Sample, Turn
 from tests import tiny
 from tests.browser import WIDTHS, Browser
 from tests.fakes import LoneMesh, prompt
@@ -204,6 +205,42 @@ def test_each_token_has_the_numbers_of_engine_and_policy() -> None:
     shown = gathered(True, ids, [1] * len(ids))
     assert (shown["cut"], shown["cut_at"], len(shown["pieces"])) == (50, HEAD, HEAD + TAIL)
     assert [piece[0] for piece in shown["pieces"]] == [chr(i) for i in (*ids[:HEAD], *ids[HEAD + 50 :])]
+
+
+def test_a_trajectory_is_a_dialogue_of_all_its_rows() -> None:
+    """Two trajectories with 1 and MAX_SHOWN_ROWS + 1 rows, of which the second one is left out; turns of 2, 1 and 2 tokens."""
+    indices = [0, 1, *(1 + b * BRANCH for b in range(1, MAX_SHOWN_ROWS + 1))]
+    turns = [Turn(0, 2, "assistant", 0, 5, 0.5), Turn(2, 3, "observation", 0, 7), Turn(3, 5, "assistant", 0, 9)]
+    euro = list("\u20ac".encode())  # its first two bytes end a turn: they are no part of a character of the next one
+    samples = [
+        Sample(prompt(0), 0, i, [*euro, 97, 98], [-0.5] * 5, "stop", 0, turns=turns, loss_mask=[1, 1, 0, 1, 1])
+        for i in indices
+    ]
+    samples[0].turn_rewards, samples[0].trajectory_metrics = [(1, 0.25)], {"calls": 2.0}
+    count, batch = len(indices), tiny.make_batch([([9], [1])], [[[0]]])
+    table = GroupTable(
+        [0] * count,
+        indices,
+        [float(i % BRANCH) for i in indices],
+        [1] * count,
+        [5] * count,
+        [False] * count,
+        [0] * count,
+    )
+    plan, mesh = Plan([0.25] * count, [1.0], []), LoneMesh()
+    groups = ShownSamples(mesh, Bytes(), True).gather(samples, table, plan, batch)
+    assert groups is not None
+    one, *rows = groups()[0]["samples"]
+    assert "row" not in one and one["metrics"] == {"calls": 2.0}
+    assert [(row["index"], row["row"], row["rows"]) for row in rows] == [
+        (1, n, count - 1) for n in (1, *range(3, count))
+    ]
+    assert [turn["end"] for turn in one["turns"]] == [1, 2, 4] and [piece[0] for piece in one["pieces"]][2:] == [
+        "a",
+        "b",
+    ]
+    first = {"kind": "assistant", "end": 1, "tokens": 2, "trained": 2, "reward": 0.25, "clock": 5, "seconds": 0.5}
+    assert one["turns"][0] == first and [t["trained"] for t in one["turns"]] == [2, 0, 2]
 
 
 def test_tokens_that_are_one_character_together_have_its_text_and_their_sums() -> None:

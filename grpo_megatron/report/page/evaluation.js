@@ -86,11 +86,7 @@
     if (sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
     made.append(head);
     if (!sample.turns) made.append(make("div", "text", sample.text));
-    for (const [kind, text] of sample.turns ?? []) {
-      const turn = make("div", `turn ${kind}`);
-      turn.append(make("div", "role", kind), make("div", "text", text));
-      made.append(turn);
-    }
+    for (const [kind, text] of sample.turns ?? []) made.append(turnBox(kind, kind, make("div", "text", text)));
     if (sample.cut) made.append(make("p", "note small", `${sample.cut.toLocaleString("en")} more characters in samples/.`));
     return made;
   }

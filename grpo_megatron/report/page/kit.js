@@ -11,6 +11,11 @@ const isNumber = (value) => typeof value === "number";
 const option = (value, text) => { const made = make("option", "", text); made.value = value; return made; };
 const choice = (label, options, changed) => { const made = make("label", "choice", label), select = make("select"); select.append(...options.map(([value, text]) => option(value, text))); select.addEventListener("change", changed); made.append(select); return [made, select]; };
 const pictures = (uris) => { const made = make("div", "pictures"); made.append(...uris.filter((uri) => uri.startsWith("data:image/")).map((uri, number) => { const image = make("img"); image.src = uri; image.alt = `image ${number + 1}`; return image; })); return made; };
+function turnBox(kind, role, ...content) { // one turn of a dialogue
+  const made = make("div", `turn ${kind}`);
+  made.append(make("div", "role", role), ...content);
+  return made;
+}
 const scrolled = (inner) => { const made = make("div", "scroll"); made.append(inner); return made; };
 function table(head, rows) {
   const made = make("table"), top = make("tr");

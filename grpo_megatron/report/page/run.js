@@ -220,7 +220,9 @@
     if (group.images) prompt.append(pictures(group.images));
     if (group.answer) prompt.append(make("h3", "", "Reference answer"), make("div", "text", group.answer));
     const best = Math.max(...group.samples.map((sample) => sample.reward ?? -Infinity));
-    cards.append(...group.samples.map((sample) => card(sample, colouring, best)));
+    const trajectories = [];
+    for (const sample of group.samples) if (sample.row > 1 && trajectories.at(-1)?.[0].index === sample.index) trajectories.at(-1).push(sample); else trajectories.push([sample]);
+    cards.append(...trajectories.map((rows) => card(rows, colouring, best)));
     const token = (event) => event.target.closest?.("[data-read]");
     for (const kind of ["pointerover", "click"]) cards.addEventListener(kind, (event) => { const found = token(event); if (found) readout.textContent = found.dataset.read; });
     const legend = make("p", "small key");
@@ -235,24 +237,39 @@
   const mixed = (colour, strength) => `color-mix(in srgb, ${colour} ${Math.round(100 * Math.min(1, Math.max(0, strength)))}%, transparent)`;
   const gapColour = (gap) => (isNumber(gap) && gap ? mixed(gap > 0 ? "#3b78c2" : "#e08214", 0.75 * (Math.log10(Math.abs(gap)) + 3) / 3) : "none");
   const surpriseColour = (logprob) => (isNumber(logprob) ? mixed("#c2476b", (-logprob / 5) * 0.75) : "none");
-  function card(sample, colouring, best) {
-    const made = make("article", "card"), head = make("div", "head"), text = make("div", "text");
+  function tokenOf(sample, [piece, engine, gap], number, colouring) {
+    const token = make("span", engine === null ? "token context" : "token", piece);
+    if (engine !== null) {
+      token.dataset.read = `\u201c${piece}\u201d: ${sample.drawn ? "engine" : "policy"} ${short(engine)} (p = ${short(Math.exp(engine))})` + (isNumber(gap) ? `, policy ${short(engine + gap)}, difference ${short(gap)}` : "");
+      token.style.background = colouring === "gap" ? gapColour(gap) : colouring === "surprise" ? surpriseColour(engine) : "none";
+    }
+    return sample.cut && number + 1 === sample.cut_at ? [token, make("span", "soft", ` [${sample.cut.toLocaleString("en")} more tokens] `)] : [token];
+  }
+  function card(rows, colouring, best) { // `rows`: the token sequences of a trajectory, of which the last one has its end
+    const made = make("article", "card"), head = make("div", "head"), sample = rows[rows.length - 1];
     const good = isNumber(sample.reward) && sample.reward === best && best > 0;
     head.append(make("span", `badge ${good ? "right" : "wrong"}`, `reward ${short(sample.reward)}`));
     if (isNumber(sample.score) && sample.score !== sample.reward) head.append(make("span", "small", `before penalties ${short(sample.score)}`));
-    head.append(make("span", "small", sample.advantage === null ? "not trained on" : `advantage ${short(sample.advantage)}`), make("span", "small soft", `${sample.tokens.toLocaleString("en")} tokens`));
+    const trained = (row) => (row.advantage === null ? "not trained on" : `advantage ${short(row.advantage)}`), counted = (count) => `${count.toLocaleString("en")} token${count === 1 ? "" : "s"}`;
+    if (!sample.rows) head.append(make("span", "small", trained(sample)));
+    head.append(make("span", "small soft", counted(rows.reduce((sum, row) => sum + row.tokens, 0))));
     if (sample.finish_reason === "length") head.append(make("span", "badge mark", "cut off"));
     if (sample.status && sample.status !== "ok") head.append(make("span", "badge mark", sample.status));
-    sample.pieces.forEach(([piece, engine, gap], number) => {
-      const token = make("span", engine === null ? "token context" : "token", piece);
-      if (engine !== null) {
-        token.dataset.read = `\u201c${piece}\u201d: ${sample.drawn ? "engine" : "policy"} ${short(engine)} (p = ${short(Math.exp(engine))})` + (isNumber(gap) ? `, policy ${short(engine + gap)}, difference ${short(gap)}` : "");
-        token.style.background = colouring === "gap" ? gapColour(gap) : colouring === "surprise" ? surpriseColour(engine) : "none";
+    made.append(head);
+    for (const row of rows) {
+      if (row.rows) {
+        const prompt = make("details", "prompt");
+        prompt.append(make("summary", "", `Row ${row.row} of ${row.rows}: ${trained(row)}`), make("div", "text", row.prompt));
+        made.append(prompt);
       }
-      text.append(token);
-      if (sample.cut && number + 1 === sample.cut_at) text.append(make("span", "soft", ` [${sample.cut.toLocaleString("en")} more tokens] `));
-    });
-    made.append(head, text);
+      const tokens = row.pieces.map((piece, number) => tokenOf(row, piece, number, colouring)), box = (from, end) => { const text = make("div", "text"); text.append(...tokens.slice(from, end).flat()); return text; };
+      (row.turns ?? []).forEach(({ kind, end, ...turn }, number) => {
+        const use = turn.trained === 0 || row.advantage === null ? "read only" : turn.trained === turn.tokens ? "trained" : `${turn.trained.toLocaleString("en")} trained`;
+        const role = [kind, counted(turn.tokens), use, ...(isNumber(turn.reward) ? [`reward ${short(turn.reward)}`] : []), `engine step ${turn.clock.toLocaleString("en")}`, ...(turn.seconds ? [seconds(turn.seconds)] : [])];
+        made.append(turnBox(kind, role.join(", "), box(number ? row.turns[number - 1].end : 0, end)));
+      });
+      if (!row.turns?.length) made.append(box(0));
+    }
     if (sample.failure) made.append(make("p", "small wrong", sample.failure));
     const metrics = Object.entries(sample.metrics ?? {});
     if (metrics.length) made.append(make("p", "soft small", metrics.map(([name, value]) => `${name} ${short(value)}`).join(", ")));
