@@ -130,7 +130,7 @@ def one_update(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return run_ranks.train_many(raws, one)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_step_over_several_rows_is_that_of_a_float64_computation(workspace: Path, tmp_path: Path, world: int) -> None:
     """One update, so that the ratio is 1: loss = -sum w A and gradient = -sum w A d log p, over the tokens of the model.
 
