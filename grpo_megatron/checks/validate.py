@@ -267,6 +267,7 @@ CHECKS = (  # in the order in which problems are found
     Check("lengths", lambda v: layout.length_problems(v.config, v.arch)),
     Check("names", lambda v: components.name_problems(v.config)),
     Check("sources", lambda v: components.source_problems(v.config), when=lambda v: v.has_task),
+    Check("streams", lambda v: components.stream_problems(v.config)),
     Check("score head", lambda v: models.score_head_problems(v.config)),
     Check("rollout files", lambda v: methods.rollout_file_problems(v.config)),
     Check("shared prompts", lambda v: methods.sharing_problems(v.config, v.arch)),
