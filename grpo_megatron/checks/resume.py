@@ -194,7 +194,7 @@ def input_files(config: Config) -> Iterator[InputFile]:
     with contextlib.suppress(ValueError):  # reported by another check
         reads_images = "vision_config" in read_config(config.model.path)
     for key, value in _values(config, ""):
-        if key.startswith("trainer.") or key == "data.val_data":  # what the run writes; benchmarks of validations
+        if key.startswith(("trainer.", "reward.budget.")) or key == "data.val_data":  # what the run writes; benchmarks
             continue
         if isinstance(value, Path) and not is_stream(value):
             for path in _files_at(key, value):

@@ -269,6 +269,7 @@ CHECKS = (  # in the order in which problems are found
     Check("sources", lambda v: components.source_problems(v.config), when=lambda v: v.has_task),
     Check("streams", lambda v: components.stream_problems(v.config)),
     Check("score head", lambda v: models.score_head_problems(v.config)),
+    Check("budget", lambda v: methods.budget_problems(v.config)),
     Check("rollout files", lambda v: methods.rollout_file_problems(v.config)),
     Check("shared prompts", lambda v: methods.sharing_problems(v.config, v.arch)),
     Check("environment", lambda v: components.environment_problems(v.config)),

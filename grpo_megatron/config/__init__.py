@@ -40,6 +40,7 @@ from grpo_megatron.config.model import (
 )
 from grpo_megatron.config.problems import ConfigError, Problem
 from grpo_megatron.config.reward import (
+    BudgetConfig,
     Gate,
     LengthReward,
     OverlongBuffer,
