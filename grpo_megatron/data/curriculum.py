@@ -139,7 +139,7 @@ class Curriculum(Sampler[Prompt]):
             for uid, index in self.numbers.items()
         ]
         streams = {name: stream.state() for name, stream in self.streams.items()}
-        return {"credits": self.credits, "places": self.places, "rates": measured, "streams": streams}
+        return {"credits": [*self.credits], "places": [*self.places], "rates": measured, "streams": streams}
 
     def load_state(self, state: SamplerState) -> None:
         self.credits, self.places = list(state["credits"]), list(state["places"])

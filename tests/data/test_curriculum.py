@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_megatron.config import ConfigError, CurriculumConfig
+from grpo_megatron.config import ConfigError, CurriculumConfig, CurriculumPiece
 from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.data.sampler import Mixture, SourcePrompts
 from grpo_megatron.types import Prompt
@@ -44,6 +44,8 @@ def test_shares_follow_the_schedule_and_bands_select() -> None:
         drawn = numbers(mixed.items_from(10 * step, 10, step))
         counts.append(sum(number in (0, 1) for number in drawn))
         assert (mixed.counts["easy"], mixed.counts["hard"]) == (10 - counts[-1], counts[-1])
+    later = CurriculumPiece.model_validate({"name": "x", "weight": [[14, 6.0], [10, 2.0]]})
+    assert [later.weight_at(step) for step in (0, 10, 11, 13, 14, 99)] == [2, 2, 3, 5, 6, 6]
     # step s wants 10 * s / 10 hard prompts, and no piece is a prompt away from its share
     assert counts == [*range(11), 10]
 
@@ -81,7 +83,7 @@ def test_a_resumed_run_goes_on_with_the_same_prompts(rates: str) -> None:
         out = []
         for step in numbered:
             drawn = mixed.items_from(3 * step, 3, step)
-            mixed.learn({prompt.uid: (int(prompt.uid[2:]), 5) for prompt in drawn})
+            mixed.learn({prompt.uid: (5 - int(prompt.uid[2:]), 5) for prompt in drawn})
             out.append(numbers(drawn))
         return out
 

@@ -70,9 +70,11 @@ def test_a_stream_is_a_source_beside_files_and_a_piece_of_a_curriculum(run: Path
         "data.sources=[{name: new, files: 'tests.data.streamed:Sums', weight: 1, n: 2, max_response_length: 5},"
         " {name: old, files: {run}/train.jsonl, weight: 3}]"
     )
-    mixed = sampler(run, sources, "data.train_files=[]")
+    reads: list[Any] = []  # by rank 0
+    mixed = sampler(run, sources, "data.train_files=[]", share=lambda make: reads.append(make) or make())
     batch = mixed.batch(0)
     assert [prompt.columns["count"] for prompt in batch if prompt.source == "new"] == [1, 2]
+    assert len(reads) == 1
     assert {(prompt.source, prompt.n, prompt.max_tokens) for prompt in batch} == {("new", 2, 5), ("old", None, None)}
     pieces = "data.curriculum.pieces=[{name: a, source: new, weight: 1}, {name: b, weight: [[0, 1], [1, 7]]}]"
     mixed = sampler(run, sources, "data.train_files=[]", pieces)
