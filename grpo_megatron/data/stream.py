@@ -18,7 +18,7 @@ from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.data.images import has_images
 from grpo_megatron.data.prompts import PromptReader
 from grpo_megatron.data.rows import ROWS_PER_CHUNK, RowSet, checked_row, plain_value
-from grpo_megatron.data.sampler import FirstRankShare, LazySequence, Sampler, alone
+from grpo_megatron.data.sampler import FirstRankShare, LazySequence, Mixture, Sampler, alone
 from grpo_megatron.data.task import get_task
 from grpo_megatron.registry import import_function, no_exit
 from grpo_megatron.types import Prompt
@@ -143,8 +143,10 @@ class StreamPrompts(LazySequence[Prompt]):
 
 
 def is_endless(prompts: Sequence[Prompt]) -> bool:
-    """Tell whether these are the first prompts of a stream."""
-    return isinstance(prompts, StreamPrompts)
+    """Tell whether these are the first prompts of a stream, or of a mixture with one: their number has no meaning."""
+    return isinstance(prompts, StreamPrompts) or (
+        isinstance(prompts, Mixture) and any(is_endless(source.prompts) for source in prompts.sources)
+    )
 
 
 def load_stream(data: DataConfig, path: Path, source: str | None, *settings: Any) -> StreamPrompts:

@@ -10,6 +10,7 @@ import pytest
 
 from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.plan import plan_page
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.sampling.wrappers import prompt_sampler
@@ -126,3 +127,18 @@ def test_refused_with_the_reason(run: Path, overrides: list[str], message: str |
         return
     with pytest.raises(ConfigError, match=message):
         checked(run, *overrides)
+
+
+def test_the_plan_counts_no_epochs_of_a_stream(run: Path) -> None:
+    sources = (
+        "data.sources=[{name: new, files: 'tests.data.streamed:Sums', weight: 1},"
+        " {name: old, files: {run}/train.jsonl, weight: 1}]"
+    )
+    for overrides in ([STREAM + "Sums"], [sources, "data.train_files=[]"]):
+        found = checked(run, *overrides)
+        lines = plan_page(found.config, found, 2, None).sections["Data"]
+        assert lines[0] == "training          prompts without end of task arithmetic; 4 steps x 8"
+    assert lines[1:3] == [
+        "  new             a stream of task arithmetic; 50.0% = 4.0 per step",
+        "  old             9 prompts of task arithmetic; 50.0% = 4.0 per step = 1.78 epochs",
+    ]
