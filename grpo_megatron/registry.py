@@ -15,11 +15,13 @@ import dataclasses
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+FUNCTION = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # my.module:function
 T = TypeVar("T")
 F = TypeVar("F")
 

@@ -260,6 +260,7 @@ class Run:
             max_tokens=config.data.max_response_length,
             temperature=config.rollout.temperature,
             greedy=advantage_estimators.facts(config.algorithm.adv_estimator).needs_greedy_reward,
+            limits_by_prompt=n is None,
             metrics=self.metrics,
         )
         for sample in samples:

@@ -51,7 +51,7 @@ class Trainer:
             self.report = StepReport(run.effective, run.checked.tokenizer, run.policy, run.sinks, run.guards)
             self.summary = Summary(self.output_dir, run.effective if run.checked.scored_folder is None else None)
             self.recovery = Recovery.of_restart()
-            self.stopping = Stopping(run.config.trainer, run.mesh, run.folder.lock)
+            self.stopping = Stopping(run.config.trainer, run.mesh, run.folder.lock, budget=run.config.reward.budget)
             self.profiler = None
             if profiled is not None:
                 self.profiler = Profiler(profiled, self.metrics, run.mesh, self.output_dir, run.sinks.note)

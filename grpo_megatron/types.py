@@ -76,6 +76,8 @@ class Prompt:
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
     images: tuple[PromptImage, ...] = field(default=(), kw_only=True)  # in the order of their places
     weight: float = field(default=1.0, kw_only=True)  # how often it is sampled, relative to the other prompts
+    n: int | None = field(default=None, kw_only=True)  # responses; None: rollout.n
+    max_tokens: int | None = field(default=None, kw_only=True)  # of a response; None: data.max_response_length
     teacher: str = field(default="", kw_only=True)  # the name of the one that scores the responses; "": the only one
     teacher_ids: tuple[int, ...] = field(
         default=(), kw_only=True

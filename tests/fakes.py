@@ -648,7 +648,7 @@ def run_trainer(
             "exchange": local_exchange,
             "checkpoint_bytes": lambda *parts: 0,
         },
-        trainer_module: {"Stopping": lambda config, mesh, lock: FakeStopping(events, stop_after, lock)},
+        trainer_module: {"Stopping": lambda config, mesh, lock, budget: FakeStopping(events, stop_after, lock)},
         placement: {
             "RewardPool": lambda *_: SimpleNamespace(close=lambda: events.append("pool closed")),
             "Generator": WatchedGenerator,

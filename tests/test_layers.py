@@ -54,6 +54,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "safetensors": ("models.", "convert.", "training.", "trust.depth"),
     "transformers": ("data.", "starting.", "rollout.transformers", "models.vision", "convert.family"),
     "huggingface_hub": ("evaluation.card", "storage.hub"),
+    "datasets": ("storage.hub",),
     "tokenizers": ("data.", "starting."),
     "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "convert."),
     "pydantic_core": ("config",),

@@ -14,9 +14,10 @@ from grpo_megatron.algo.kl import kl_penalties
 from grpo_megatron.algo.losses import loss_facts, policy_losses
 from grpo_megatron.algo.plan import token_weightings
 from grpo_megatron.checks.models import has_critic
-from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig, SamplingConfig
+from grpo_megatron.config import Config, ConfigError, DataConfig, RewardComponent, RewardConfig
 from grpo_megatron.config.methods import methods
 from grpo_megatron.config.problems import Problem, Problems, keys_of, marked
+from grpo_megatron.data.rows import is_stream
 from grpo_megatron.data.task import FORMS, get_task, recognised_task
 from grpo_megatron.data.tokenizer import STABLE_CHATML, TurnRenderer
 from grpo_megatron.environments.pool import find_environment, make_environment
@@ -96,6 +97,7 @@ class SourceFiles:
     val_files: Sequence[Path]
     reward: str | None
     weight: float | None
+    limits: Mapping[str, int | None]  # Prompt.n and max_tokens of what is trained on
 
 
 def sources_of(config: Config) -> list[SourceFiles]:
@@ -106,11 +108,11 @@ def sources_of(config: Config) -> list[SourceFiles]:
         task, system = source.task or data.task, source.system_prompt
         source_data = data.model_copy(update={"task": task, **({} if system is None else {"system_prompt": system})})
         key = f"{marked('data.sources')}[{number}] ({source.name})"
-        sources.append(
-            SourceFiles(key, source.name, source_data, source.files, source.val_files, source.reward, source.weight)
-        )
+        limits = {"n": source.n, "max_tokens": source.max_response_length}
+        files = source.files, source.val_files
+        sources.append(SourceFiles(key, source.name, source_data, *files, source.reward, source.weight, limits))
     if data.train_files or data.val_files or not sources:
-        sources.append(SourceFiles("data", None, data, data.train_files, data.val_files, None, None))
+        sources.append(SourceFiles("data", None, data, data.train_files, data.val_files, None, None, {}))
     return sources
 
 
@@ -152,16 +154,26 @@ def source_problems(config: Config) -> Problems:
             f"{sources} have weights for sampling prompts, and {k.algorithm.source} reads responses in order; set"
             " data.train_files"
         )
-    if data.sampling != SamplingConfig():
+    if data.sampling.weight != "uniform":
         yield (
-            f"data.sampling samples single prompts by their pass rates, and {sources} sample by the source's weight; set one of"
-            " them"
+            f"{k.data.sampling.weight} samples single prompts by their pass rates, and {sources} sample by the source's weight;"
+            " leave one of them out"
         )
     names = [source.name for source in data.sources]
     for number, source in enumerate(data.sources):
         key = f"{sources}[{number}] ({source.name})"
         if source.name in names[:number]:
             yield f"{key}: the name is given twice; choose another one"
+        longest = data.max_response_length
+        if source.max_response_length is not None and source.max_response_length > longest:
+            yield (
+                f"{key}: max_response_length={source.max_response_length} is more than {k.data.max_response_length}; raise"
+                " that, for which the engine has room"
+            )
+        if source.n == 1 and advantage_estimators.facts(config.algorithm.adv_estimator).compares_group:
+            yield f"{key}: n=1, and {k.algorithm.adv_estimator} compares the samples of a prompt; set 2 or more"
+        if any(map(is_stream, source.files)) and source.weight is None and not data.curriculum.pieces:
+            yield f"{key} is a stream, which has no number of rows; set its weight"
         if not source.files:
             yield f"{key} has no files to train on; set its files, or name its val_files in {k.data.val_files:key}"
     accuracy = [part for part in config.reward.components if part.name == ACCURACY and part.function is None]
@@ -170,6 +182,38 @@ def source_problems(config: Config) -> Problems:
             f"{k.reward.components:key}: accuracy is the task's own reward, and {sources} have tasks with different ones; set"
             " its function, or set reward in each source"
         )
+
+
+def stream_problems(config: Config) -> Problems:
+    """Yields settings that would silently have no effect, or another one, with streams and curricula."""
+    k, data = keys_of(config), config.data
+    endless = {source.name: source.files[0] for source in sources_of(config) if any(map(is_stream, source.files))}
+    for path in endless.values():
+        if config.trainer.total_epochs is not None:
+            yield f"{k.trainer.total_epochs}: the stream {str(path)!r} has no end; set {k.trainer.total_training_steps:key}"
+        if data.sampling.pass_rates is not None:
+            yield f"{k.data.sampling.pass_rates}: the rows of the stream {str(path)!r} have none; leave one of them out"
+    pieces, key, has_rates = (
+        data.curriculum.pieces,
+        f"{k.data.curriculum.pieces:key}",
+        data.sampling.pass_rates is not None,
+    )
+    if pieces and (config.algorithm.source == "file" or data.sampling.weight != "uniform"):
+        yield f"{key}: not with {k.algorithm.source} (file), nor {k.data.sampling.weight} (other than uniform); leave it out"
+    for piece in pieces:
+        where, is_ranged = f"{key} ({piece.name})", (piece.min_pass_rate, piece.max_pass_rate) != (0, 1)
+        if [one.name for one in pieces].count(piece.name) > 1:
+            yield f"{where}: the name is given twice; choose another one"
+        if not has_rates and (piece.order != "random" or (is_ranged and data.curriculum.rates == "file")):
+            yield (
+                f"{where} needs pass rates; set {k.data.sampling.pass_rates:key}, or for a range"
+                f" {k.data.curriculum.rates:key}=run"
+            )
+        if piece.source in endless and (is_ranged or piece.order != "random" or piece.source is None):
+            yield f"{where}: a stream has no pass rates and its own order; make it a source, and name only that"
+    steps = sorted({at for piece in pieces for at, _ in piece.knots})
+    if empty := [step for step in steps if not any(piece.weight_at(step) for piece in pieces)]:
+        yield f"{key}: at step {empty[0]} all weights are 0; give a piece a weight there"
 
 
 def task_problem(config: Config) -> Problem | str | None:

@@ -6,7 +6,7 @@ Nothing is written and no process is started.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,12 +30,14 @@ from grpo_megatron.data.responses import (
     read_steps,
     read_written,
 )
-from grpo_megatron.data.rows import RowSet, is_there
+from grpo_megatron.data.rows import RowSet, is_stream, is_there
 from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each, read_pass_rates, select_prompts
+from grpo_megatron.data.stream import load_stream
 from grpo_megatron.data.task import get_task
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
+from grpo_megatron.sampling.wrappers import prompt_sampler
 from grpo_megatron.types import BY_MODEL, Prompt
 
 T = TypeVar("T")
@@ -194,7 +196,9 @@ def read_train_prompts(
         reward = source.reward or reward_name(config.reward) if config.has_rule else BY_MODEL
         key = "data.train_files" if source.name is None else f"{source.key}.files"
         read = config, source, key, source.files, tokenizer, environment, reward
-        prompts = _read_prompts(*read, is_plan=is_plan, teachers=teachers)
+        prompts = _read_prompts(*read, is_plan=is_plan, teachers=teachers, limits=source.limits)
+        if source.name is not None and prompts and config.data.sampling.pass_rates is not None:
+            prompts = select_prompts(prompts, config.data.sampling)
         if source.name is not None and prompts:
             parts.append(SourcePrompts(source.name, prompts, source.weight or len(prompts)))
     for name in sorted(config.teachers.keys() - teachers.used) if teachers is not None and teachers.used else ():
@@ -203,13 +207,14 @@ def read_train_prompts(
             f" {config.distillation.key!r} (distillation.key); correct the key, or leave the teacher out"
         )
     if config.data.sources:
-        return Mixture(parts) if parts else []
-    if config.data.sampling.pass_rates is None:
-        return prompts
-    if not prompts:  # there is no tokenizer, or no file on this machine
+        prompts = Mixture(parts) if parts else []
+    elif config.data.sampling.pass_rates is not None and prompts:
+        prompts = select_prompts(prompts, config.data.sampling)
+    if config.data.sampling.pass_rates is not None and not prompts:  # there is no tokenizer, or no file on this machine
         read_pass_rates(config.data.sampling.pass_rates)
-        return prompts
-    return select_prompts(prompts, config.data.sampling)
+    if config.data.curriculum.pieces and prompts:
+        prompt_sampler(prompts, config.data)  # raises ConfigError where a piece has no prompt
+    return prompts
 
 
 def _read_val_prompts(config: Config, tokenizer: Any | None, environment: CheckedEnvironment | None) -> list[Prompt]:
@@ -233,13 +238,17 @@ def _read_prompts(
     max_samples: int | None = None,
     is_plan: bool = False,
     teachers: TeacherColumns | None = None,
+    limits: Mapping[str, int | None] | None = None,
 ) -> Sequence[Prompt]:
     renderer = environment.renderer if environment else None
     named = "" if grades_itself(config) else reward
 
     def load() -> Sequence[Prompt]:
+        if limits is not None and len(files) == 1 and is_stream(files[0]):  # prompts to train on
+            settings = tokenizer, renderer, named, source.name, teachers, limits
+            return load_stream(source.data, files[0], source.name, *settings)
         read = source.data, files, tokenizer, named, max_samples, renderer
-        return load_prompts(*read, source=source.name, is_plan=is_plan, teachers=teachers)
+        return load_prompts(*read, source=source.name, is_plan=is_plan, teachers=teachers, limits=limits)
 
     return _read(key, files, tokenizer, lambda row: parsed_row(get_task(source.data.task), reward, row), load)
 
@@ -308,7 +317,7 @@ def _read(
 
     Each message of a ConfigError begins with the key, and ends with `wanted`.
     """
-    if not files:
+    if not files or (tokenizer is None and any(map(is_stream, files))):
         return []
     try:
         if tokenizer is not None:

@@ -26,6 +26,7 @@ from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.processes.endpoint import check_url, key_of
 from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.rewards.services import exceeded
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
 
 # -- Keys without effect: the conditions stand where the keys are declared (config.section.Needs) ----------------------
@@ -578,6 +579,18 @@ def epoch_problems(config: Config, rows: int) -> Problems:
 
 
 # -- The folder of rollout files, and shared prompts -------------------------------------------------------------------
+
+
+def budget_problems(config: Config) -> Problems:
+    """Yields limits of `reward.budget` that are reached before the first step, so that no restart spends more."""
+    k, budget = keys_of(config), config.reward.budget
+    if budget.folder is None:
+        return
+    try:
+        if over := exceeded(budget.folder, budget.limits):
+            yield f"{k.reward.budget:key} has no room for a step: {over}; raise it, or name another folder"
+    except (OSError, ValueError) as error:
+        yield f"{k.reward.budget.folder}: its ledger.json cannot be read ({error}); move it away"
 
 
 def rollout_file_problems(config: Config) -> Problems:

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from grpo_megatron.config import Config, ConfigError, Section
 from grpo_megatron.config.problems import Problems, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.data.images import image_files
-from grpo_megatron.data.rows import FORMATS, files_of_split, open_rows
+from grpo_megatron.data.rows import FORMATS, files_of_split, is_stream, open_rows
 from grpo_megatron.models.families import read_config
+from grpo_megatron.registry import FUNCTION
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.rewards.teacher_server import ServerError, TeacherServer, identity_changes, teacher_server
 from grpo_megatron.storage import StorageError
@@ -162,7 +162,6 @@ THREADS = 8
 OF_WEIGHTS = (".safetensors",)
 OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weights, configs, tokenizer
 START = 4
-FUNCTION = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # my.module:function
 ACCEPTING = (
     "start a new run in another trainer.output_dir; put the old one back; or go on with it:"
     " trainer.accept_changed_inputs=true"
@@ -195,19 +194,19 @@ def input_files(config: Config) -> Iterator[InputFile]:
     with contextlib.suppress(ValueError):  # reported by another check
         reads_images = "vision_config" in read_config(config.model.path)
     for key, value in _values(config, ""):
-        if key.startswith("trainer.") or key == "data.val_data":  # what the run writes; benchmarks of validations
+        if key.startswith(("trainer.", "reward.budget.")) or key == "data.val_data":  # what the run writes; benchmarks
             continue
-        if isinstance(value, Path):
+        if isinstance(value, Path) and not is_stream(value):
             for path in _files_at(key, value):
                 if path.is_file():
                     yield InputFile(key, str(path), path)
                     if reads_images and path.suffix in FORMATS:
                         folder = value if value.is_dir() else value.parent
                         yield InputFile(key, f"{path} (its images)", path, folder)
-        elif value.endswith((".yaml", ".yml")) and Path(value).is_file():  # a task
-            yield InputFile(key, value, Path(value))
-        elif (match := FUNCTION.fullmatch(value)) and (source := _source(match[1])) is not None:
-            yield InputFile(key, value, source)
+        elif (text := str(value)).endswith((".yaml", ".yml")) and Path(text).is_file():  # a task
+            yield InputFile(key, text, Path(text))
+        elif (match := FUNCTION.fullmatch(text)) and (source := _source(match[1])) is not None:
+            yield InputFile(key, text, source)
 
 
 def _values(value: Any, key: str) -> Iterator[tuple[str, Path | str]]:

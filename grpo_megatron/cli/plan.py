@@ -26,6 +26,7 @@ from grpo_megatron.cli.healing import Fallbacks
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problem, written
 from grpo_megatron.data.sampler import Mixture
+from grpo_megatron.data.stream import is_endless
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
 from grpo_megatron.models.engine_cache import engine_cache, engine_weights
 from grpo_megatron.models.layers.precision import capability_problems, hardware_problems
@@ -142,6 +143,7 @@ def plan_page(
         steps=steps_of_epochs(config, rows),
         tasks={source.name: source.data.task for source in sources_of(config)},
         sources=checked.train_prompts.sources if isinstance(checked.train_prompts, Mixture) else (),
+        endless=is_endless,
         prompt="\n".join(_prompt_lines(checked)),
         phases="\n".join(phases),
         borders="\n".join(_border_lines(config, models, work, world_size)),
@@ -558,7 +560,7 @@ def _pipeline_bubble(config: Config, work: Workload, machine: PlannedMachine) ->
 
 
 def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
-    rows = len(checked.train_prompts) or len(checked.offline_groups)
+    rows = 0 if is_endless(checked.train_prompts) else len(checked.train_prompts) or len(checked.offline_groups)
     batches = [("data.train_batch_size", config.data.train_batch_size, rows)]
     if config.sft.steps:
         batches.append(("sft.train_batch_size", config.sft.train_batch_size, len(checked.supervised_rows)))

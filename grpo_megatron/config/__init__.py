@@ -20,7 +20,14 @@ from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.actor import HAS_CRITIC, ActorConfig, CriticConfig, RefConfig
 from grpo_megatron.config.algorithm import AlgorithmConfig, FilterGroups, KlCtrl, ReplayConfig, RolloutCorrection
-from grpo_megatron.config.data import DataConfig, DataSource, SamplingConfig, SftConfig
+from grpo_megatron.config.data import (
+    CurriculumConfig,
+    CurriculumPiece,
+    DataConfig,
+    DataSource,
+    SamplingConfig,
+    SftConfig,
+)
 from grpo_megatron.config.methods import methods, unknown_method, with_method
 from grpo_megatron.config.model import (
     Fp8Config,
@@ -33,6 +40,7 @@ from grpo_megatron.config.model import (
 )
 from grpo_megatron.config.problems import ConfigError, Problem
 from grpo_megatron.config.reward import (
+    BudgetConfig,
     Gate,
     LengthReward,
     OverlongBuffer,

@@ -46,8 +46,48 @@ class DataSource(Section):
     """null: data.task"""
     reward: str | None = None
     """null: reward.function or reward.components; else the task's"""
+    n: int | None = Field(None, ge=1)
+    """responses per prompt that is trained on; null: rollout.n"""
+    max_response_length: int | None = Field(None, ge=1)
+    """tokens, in training; null: data.max_response_length, which it cannot exceed"""
     system_prompt: str | None = None
     """null: data.system_prompt"""
+
+
+class CurriculumPiece(Section):
+    """A set of prompts, and its share of each step (data/curriculum.py)."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    """in metrics; it seeds the order"""
+    weight: Annotated[float, Field(ge=0, le=1e9)] | list[tuple[int, Annotated[float, Field(ge=0, le=1e9)]]] = 1.0
+    """Relative to the other pieces. A list [[step, weight], ...]: linear between these steps, constant before and after"""
+    source: str | None = None
+    """a name in data.sources; null: all that are no streams"""
+    min_pass_rate: float = Field(0.0, ge=0, le=1)
+    max_pass_rate: float = Field(1.0, ge=0, le=1)
+    order: Literal["random", "easiest", "hardest"] = "random"
+    """of each epoch of the piece; easiest: the largest pass rate of the file first"""
+
+    @property
+    def knots(self) -> list[tuple[int, float]]:
+        return [(0, self.weight)] if isinstance(self.weight, float) else sorted(self.weight)
+
+    def weight_at(self, step: int) -> float:
+        """Returns the weight at a step."""
+        knots = self.knots
+        after = next((place for place, (at, _) in enumerate(knots) if at > step), len(knots))
+        if after in (0, len(knots)):
+            return knots[min(after, len(knots) - 1)][1]
+        (start, low), (end, high) = knots[after - 1], knots[after]
+        return low + (high - low) * (step - start) / (end - start)
+
+
+class CurriculumConfig(Section):
+    """A mix of pieces on a schedule, in place of the weights of sources. Without pieces there is none."""
+
+    pieces: list[CurriculumPiece] = []
+    rates: Annotated[Literal["file", "run"], Needs("data.curriculum.pieces")] = "file"
+    """pass rates: of data.sampling.pass_rates; or, from a prompt's first samples on, those of its latest ones in this run"""
 
 
 class DataConfig(Section):
@@ -58,7 +98,7 @@ class DataConfig(Section):
     rows in verl's and TRL's form are recognised."""
     train_files: Fixed[Files] = []
     """.jsonl, .json, .csv, .parquet, .arrow or a folder of Hugging Face `datasets`, in this order: a path, a pattern
-    or a list"""
+    or a list; hub:OWNER/NAME/SPLIT@COMMIT of the Hub; or module:function, an iterator of rows (data/stream.py)"""
     sources: Fixed[list[DataSource]] = []
     """several data sets, with weights; instead of train_files"""
     val_files: Files = []
@@ -86,6 +126,7 @@ class DataConfig(Section):
     seed: Fixed[Seed] = 42
     """of the shuffling"""
     sampling: Annotated[Fixed[SamplingConfig], Needs("data.sampling.pass_rates")] = SamplingConfig()
+    curriculum: Fixed[CurriculumConfig] = CurriculumConfig()
     apply_chat_template: Fixed[bool] = True
     """false: the task's plain text prompt"""
     chat_template: Fixed[Path | None] = None

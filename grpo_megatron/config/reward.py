@@ -58,6 +58,21 @@ class RewardComponent(Section):
     """null: counts always"""
 
 
+class BudgetConfig(Section):
+    """Limits on what judges may spend. The run saves and stops, with exit code 75, before a step that could exceed one."""
+
+    folder: Path | None = None
+    """that of the judge's `folder`, whose ledger counts all runs; null: no budget"""
+    cost: Annotated[float | None, Needs(".folder")] = Field(None, gt=0)
+    """in the currency of the judges' prices"""
+    tokens: Annotated[int | None, Needs(".folder")] = Field(None, gt=0)
+    """of prompts and replies"""
+
+    @property
+    def limits(self) -> dict[str, float]:
+        return {name: value for name in ("cost", "tokens") if (value := getattr(self, name)) is not None}
+
+
 class RewardConfig(Section):
     """The reward function of the samples, or a weighted sum of several, and the processes that call it."""
 
@@ -73,6 +88,7 @@ class RewardConfig(Section):
     """the run stops if a larger share of a step's samples has no reward; below 1 also if all of their environments failed"""
     kwargs: Annotated[dict[str, Any], Needs(".components=[]")] = {}
     """keyword arguments of the reward function"""
+    budget: BudgetConfig = BudgetConfig()
     overlong_buffer: OverlongBuffer = OverlongBuffer()
     length: LengthReward = LengthReward()
 

@@ -55,6 +55,7 @@ def load_prompts(
     source: str | None = None,
     is_plan: bool = False,
     teachers: TeacherColumns | None = None,
+    limits: Mapping[str, int | None] | None = None,
 ) -> LazySequence[Prompt]:
     """Load the prompts of `files` (data.train_files, or data.val_files with `max_samples` = data.val_max_samples), in order.
 
@@ -65,7 +66,8 @@ def load_prompts(
     `renderer`: the prompts are for an environment. Their template shows its tools, and `extra["row"]` has the data row, with
     the task's chat as "messages". `reward_override=""`: no reward function scores them. BY_MODEL: nor have they an answer.
     `source`: the name in data.sources, instead of the task's. `is_plan`: this process samples nothing, so of SAMPLED_FROM rows
-    and more only a sample of the lengths is measured, and no prompt is dropped. `teachers`: those of the rows.
+    and more only a sample of the lengths is measured, and no prompt is dropped. `teachers`: those of the rows. `limits`: Prompt.n
+    and max_tokens.
     """
     task = get_task(data.task)
     if reward_override is None and task.reward is None and not task.rewards:
@@ -73,21 +75,12 @@ def load_prompts(
         raise ConfigError(Problem(f"data.task={data.task!r} has no reward of its own; set reward.function", keys))
     rows = RowSet(files, source or task.name, image_format(tokenizer))
     used = min(len(rows), max_samples or len(rows))
-    reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source, teachers)
+    reader = PromptReader(data, task, rows, tokenizer, renderer, reward_override, source, teachers, limits or {})
     is_sampled = is_plan and len(rows) >= SAMPLED_FROM
     numbers = {name: number for number, name in enumerate(task.reward_names)}
     kinds, fits, measured = np.zeros(used, np.int8), np.ones(used, np.bool_), 0
 
-    def parse(row: dict[str, Any]) -> ParsedRow:
-        parsed = parsed_row(task, reward_override, row)
-        if renderer and has_images(row):
-            raise ValueError("has images, and an environment's prompts have none; unset rollout.multi_turn.environment")
-        reader.check_images(parsed[0], row)
-        if teachers is not None:
-            teachers.of(row)
-        return parsed
-
-    for chunk in rows.parsed(parse):
+    for chunk in rows.parsed(reader.parsed):
         parsed_rows = [(number, parsed) for number, parsed in chunk if number < used]
         kinds[[number for number, _ in parsed_rows]] = [numbers.get(reward, 0) for _, (_, _, reward, _) in parsed_rows]
         parsed_rows = parsed_rows[:SAMPLED_PER_CHUNK] if is_sampled else parsed_rows
@@ -268,6 +261,17 @@ class PromptReader(RowRenderer):
     reward: str | None
     source: str | None
     teachers: TeacherColumns | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)  # Prompt.n and max_tokens
+
+    def parsed(self, row: dict[str, Any]) -> ParsedRow:
+        """Read a row, and check its images and its teacher. Raises ValueError."""
+        parsed = parsed_row(self.task, self.reward, row)
+        if self.renderer and has_images(row):
+            raise ValueError("has images, and an environment's prompts have none; unset rollout.multi_turn.environment")
+        self.check_images(parsed[0], row)
+        if self.teachers is not None:
+            self.teachers.of(row)
+        return parsed
 
     def of_teacher(self, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
         """Make the fields of Prompt about the row's teacher. Raises ConfigError."""
@@ -289,9 +293,10 @@ class PromptReader(RowRenderer):
             )
         return {"teacher": name, "teacher_ids": tuple(ids)}
 
-    def make(self, number: int) -> Prompt:
-        """Make the prompt of a row. Raises ConfigError when the row cannot be read any more."""
-        question, answer, reward, row = parsed_row(self.task, self.reward, self.rows.row(number))
+    def make(self, number: int, row: dict[str, Any] | None = None) -> Prompt:
+        """Make the prompt of a row; `row` None: of the files. Raises ConfigError when it cannot be read any more."""
+        row = self.rows.row(number) if row is None else row
+        question, answer, reward, row = parsed_row(self.task, self.reward, row)
         source = self.source or (source_of_row(row) if self.task.rewards else "") or self.task.name
         return self.prompt(
             number,
@@ -301,6 +306,7 @@ class PromptReader(RowRenderer):
             answer=answer,
             source=source,
             reward=reward,
+            **self.limits,
             **self.of_teacher(number, row),
         )
 

@@ -5,6 +5,7 @@
 .parquet       row groups are decoded when their rows are read; the latest KEPT_BYTES stay in memory
 .json, .csv    in memory, up to MAX_WHOLE bytes; the values of a .csv file are texts
 a folder       the files of one split of a Hugging Face data set (`files_of_split`)
+hub:...        the Arrow files of a data set of the Hub at a commit (storage/hub.py)
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from grpo_megatron.config import ConfigError
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.images import ImageFormat, empty_images, flat_message, has_images
 from grpo_megatron.imports import collection_paused
+from grpo_megatron.registry import FUNCTION
+from grpo_megatron.storage.hub import HUB_SET, data_files
 from grpo_megatron.types import PromptImage
 from grpo_megatron.untrusted import (
     ReadError,
@@ -242,7 +245,7 @@ class ArrowPart(RowFile):
                 rows = table.slice(start, count)
                 rows.validate(full=True)  # a wrong offset would end the process
                 values = rows.to_pylist()
-            yield from map(_plain, values)
+            yield from map(plain_value, values)
             start += count
 
 
@@ -308,7 +311,11 @@ def _open(path: Path) -> RowFile:
         return ListFile([{"folder": folder} for folder in folders], folders)
     if path.suffix not in FORMATS:
         is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(path)) and not path.parent.exists()
-        fetch = f"; an id of the Hub: `hf download {path} --repo-type dataset --local-dir {path.name}`, and name FOLDER/SPLIT"
+        if is_stream(path):
+            raise ConfigError(
+                f"data stream {str(path)!r}: it must be the only one in data.train_files, or of a source in data.sources"
+            )
+        fetch = f"; as an id of the Hub, write hub:{path}/SPLIT@COMMIT"
         what = "" if path.exists() else f"No such file or folder{fetch if is_id else ''}; "
         raise ConfigError(f"data file {str(path)!r}: {what}the name of a file must end with {' or '.join(FORMATS)}")
     if str(path).startswith(("http:/", "https:/")):
@@ -435,13 +442,14 @@ class _RowGroups:
 _row_groups = _RowGroups()
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """Make a value of JSON of one of pyarrow or of Python: dates are ISO texts, bytes base64 texts."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):  # a tuple is an entry of a map
-        return [_plain(item) for item in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
@@ -467,6 +475,8 @@ def files_of_split(path: Path) -> list[Path]:
 
     Raises ConfigError: no such file or folder, or a folder with several splits. Raises ReadError, OSError.
     """
+    if str(path).startswith(HUB_SET):
+        return data_files(str(path))
     if task_folders(path):
         return [path]
     if path_problem(path) or path.suffix in FORMATS or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
@@ -498,10 +508,17 @@ def task_folders(path: Path) -> list[Path]:
     return [folder for folder in folders if any((folder / name).is_file() for name in TASK_FILES)]
 
 
+def is_stream(path: Path) -> bool:
+    """Tell whether a path of the config is the function of a stream, module:function (data/stream.py)."""
+    return FUNCTION.fullmatch(str(path)) is not None and not path.exists()
+
+
 def is_there(path: Path) -> bool:
-    """Tell whether the file, folder or split exists."""
+    """Tell whether the file, folder or split exists. A stream, and a data set of the Hub, count as if they did."""
     if path_problem(path):
         return False
+    if is_stream(path) or str(path).startswith(HUB_SET):
+        return True
     return path.exists() or (path.parent.is_dir() and path.name in _splits_of(path.parent))
 
 
@@ -655,7 +672,10 @@ def distinct_labels(paths: Sequence[Path]) -> list[str]:
     if twice := next((path for number, path in enumerate(full) if path in full[:number]), None):
         raise ConfigError(f"data file {str(twice)!r} is named twice; name it once")
     for length in range(1, max(len(path.parts) for path in full) + 1):
-        labels = [".".join([*path.parts[-length:-1], path.stem]).replace("/", "") for path in full]
+        stems = [path.stem.partition("@")[0] if HUB_SET in str(path) else path.stem for path in full]
+        labels = [
+            ".".join([*path.parts[-length:-1], stem]).replace("/", "") for path, stem in zip(full, stems, strict=True)
+        ]
         if len(set(labels)) == len(labels):
             return labels
     return [".".join([*path.parts[1:-1], path.name]) for path in full]  # a.jsonl beside a.csv

@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -28,8 +28,16 @@ from grpo_megatron.types import Prompt
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+SamplerState = dict[str, Any]
+FirstRankShare = Callable[[Callable[[], Any]], Any]  # share(make): what `make` returns on rank 0, on every rank
 KEPT = 8192  # items of a table that stay in memory; with their rows and tokens some 50 MB
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def alone(make: Callable[[], T]) -> T:
+    """Return what `make` returns: the FirstRankShare of a process without other ranks."""
+    return make()
+
 
 # -- Items that are made when they are read ----------------------------------------------------------------------------
 
@@ -109,10 +117,10 @@ class Sampler(Generic[T]):
         """Pick the items of step number `step`, counted from 0."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        return self.items_from(step * self.batch_size, self.batch_size)
+        return self.items_from(step * self.batch_size, self.batch_size, step)
 
-    def items_from(self, start: int, count: int) -> list[T]:
-        """Pick the items at cursors `start` ... `start + count - 1` of the endless sequence."""
+    def items_from(self, start: int, count: int, step: int = 0) -> list[T]:
+        """Pick the items at cursors `start` ... `start + count - 1` of the endless sequence. `step`: that they are for."""
         return [self.items[self.index_at(cursor)] for cursor in range(start, start + count)]
 
     def index_at(self, cursor: int) -> int:
@@ -127,7 +135,18 @@ class Sampler(Generic[T]):
 
     def epoch(self, step: int) -> float:
         """Count the epochs that are complete when step number `step` begins, with the fraction of the current one."""
-        return step * self.batch_size / len(self.items)
+        return self.epoch_at(step * self.batch_size)
+
+    def epoch_at(self, cursor: int) -> float:
+        """Count the epochs before a cursor; 0 where a source has no end."""
+        return cursor / len(self.items)
+
+    def state(self) -> SamplerState:
+        """Return what the cursor does not tell, as plain JSON: nothing here."""
+        return {}
+
+    def load_state(self, state: SamplerState) -> None:
+        """Restore what `state` has returned."""
 
     def _order_of(self, epoch: int) -> Any:
         # Python keeps the sequence of random() after seed(str) over its versions; it does not promise that of shuffle()
@@ -232,17 +251,41 @@ class Mixture(LazySequence[Prompt]):
 
 
 class MixedSampler(Sampler[Prompt]):
-    """A sampler of a Mixture, by the weights of its sources."""
+    """A sampler of a Mixture, by the weights of its sources. `streams`: the samplers of those that have no end, by name."""
 
-    def __init__(self, mixture: Mixture, batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        streams: Mapping[str, Sampler[Prompt]] | None = None,
+    ) -> None:
         super().__init__(mixture, batch_size, shuffle, seed)
-        self.mixture = mixture
+        self.mixture, self.streams = mixture, streams or {}
         self.weights = whole_weights([source.weight for source in mixture.sources])
-        self.samplers = [Sampler(s.prompts, batch_size, shuffle, f"{seed}/{s.name}") for s in mixture.sources]
+        self.samplers = [
+            self.streams.get(s.name) or Sampler(s.prompts, batch_size, shuffle, f"{seed}/{s.name}")
+            for s in mixture.sources
+        ]
 
-    def index_at(self, cursor: int) -> int:
-        source, place = self.source_at(cursor)
-        return self.mixture.starts[source] + self.samplers[source].index_at(place)
+    def items_from(self, start: int, count: int, step: int = 0) -> list[Prompt]:
+        places = [self.source_at(cursor) for cursor in range(start, start + count)]
+        taken = []
+        for source, sampler in enumerate(self.samplers):  # the places of a source follow each other
+            own = [place for k, place in places if k == source]
+            taken.append(iter(sampler.items_from(own[0] if own else 0, len(own), step)))
+        return [next(taken[source]) for source, _ in places]
+
+    def epoch_at(self, cursor: int) -> float:
+        return 0.0 if self.streams else super().epoch_at(cursor)
+
+    def state(self) -> SamplerState:
+        return {name: stream.state() for name, stream in self.streams.items()}
+
+    def load_state(self, state: SamplerState) -> None:
+        for name, stream in self.streams.items():
+            stream.load_state(state[name])
 
     def source_at(self, cursor: int) -> tuple[int, int]:
         """Find (source, place among its samples) of a sample."""

@@ -124,7 +124,7 @@ class Workload:
         Half of the prompt of a model that reads images is images.
         """
         actor, algorithm, data = config.actor, config.algorithm, config.data
-        n = config.rollout.n
+        n = max([config.rollout.n, *(source.n or 0 for source in data.sources)])
         if algorithm.source == "file":
             n = 2 if policy_losses.facts(actor.loss_mode).paired else 1
         size, vision, decoder = models.arch.num_parameters(), models.arch.vision, replace(models.arch, vision=None)

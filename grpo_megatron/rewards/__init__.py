@@ -4,6 +4,7 @@ reward.py, calling.py, pool.py        signatures and results; the call in a work
 answers.py, numeric.py, math/         graders of GSM8K, layouts, graded rewards; the grader of MATH
 instructions.py                       IFEval and IFBench; programs and tool calls are in environments/, beside the sandbox
 style.py, judge.py                    length, language and repetition; another model's verdict
+services.py                           the reward `remote`; cache on disk, rate limits and ledger of services
 teacher_server.py                     a teacher's scores from a server: no reward
 
 Importing this package registers them. It imports the standard library only, so a worker starts in some 50 ms.
@@ -16,6 +17,7 @@ from grpo_megatron.rewards import (  # noqa: F401 - importing registers them
     judge,
     math,
     numeric,
+    services,
     style,
 )
 from grpo_megatron.rewards.reward import Extractor, RewardFunction, RewardResult, check_reward, extractors, rewards

@@ -1,23 +1,24 @@
 """The reward `judge`: the verdict of another model, asked by an OpenAI-compatible endpoint (POST base_url/chat/completions).
 
 A worker has one request per judge at a time, so an engine has at most reward.num_workers of them. Each worker keeps its
-latest `cache_size` verdicts. The key comes from the environment variable that `api_key_env` names; no message shows it.
+latest `cache_size` verdicts, and `folder` keeps all (services.py). The key comes from the environment variable that
+`api_key_env` names; no message shows it.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import hashlib
 import json
 import math
 import re
+import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, check_url, key_of, post_json
+from grpo_megatron.processes.endpoint import check_url, key_of
 from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.rewards.services import add_spending, ask, cached_result, keep_result, result_key, wait_for_slot
 
 PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
 CRITERION = r"(?im)^[ \t*#>`_-]*{}[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"  # with a criterion's name
@@ -25,9 +26,8 @@ OPTIONS = {"temperature": 0, "max_tokens": 512}
 MAX_PROMPT_FILE = 1 << 18  # bytes
 FIELDS = re.compile(r"\{(question|response|answer|criteria)\}")
 
-_verdicts: OrderedDict[bytes, list[float]] = (
-    OrderedDict()
-)  # of this process; sha256 of url, request, patterns -> verdicts
+JUDGE_KEYS = dict.fromkeys(("base_url", "model", "api_key_env", "requests_per_minute", "price"))
+_verdicts: OrderedDict[str, list[float]] = OrderedDict()  # of this process; key of url, request, patterns -> verdicts
 
 
 @rewards.register("judge", batch_size=1)
@@ -35,10 +35,12 @@ async def judge_reward(
     completion: str,
     answer: str,
     *,
-    base_url: str,
-    model: str,
+    base_url: str = "",
+    model: str = "",
     prompt: str,
     api_key_env: str | None = None,
+    judges: Sequence[Mapping[str, Any]] = (),
+    folder: str | None = None,
     pattern: str = PATTERN,
     criteria: Mapping[str, float] | None = None,
     low: float = 0.0,
@@ -60,8 +62,14 @@ async def judge_reward(
     `criteria` (a rubric: name -> weight above 0, of reward.kwargs or a column of the row) asks for one line `NAME: number` for
     each, and takes the place of `pattern`; one that the reply lacks fails the sample. {criteria} in the prompt lists the names.
 
-    "verdict": the judge's number, or "criterion/NAME" with each. "attempts": requests, 0 where "cached" is 1. Raises
-    ValueError (options, reply), TimeoutError, ConnectionError: they fail the sample, as any failing reward
+    `judges`, instead of base_url and model: a pool, each {"base_url", "model"}, and if needed "api_key_env",
+    "requests_per_minute" and "price", the currency per million tokens of [prompt, reply]. The request's digest chooses
+    one, so that the same sample has the same judge in every run; where that one does not answer in its share of
+    `timeout_s`, the next one is asked. `folder`: verdicts of earlier requests on disk, and the ledger of tokens and cost,
+    for all ranks and runs that name it.
+
+    "verdict": the judge's number, or "criterion/NAME" with each. "attempts", "tokens", "cost": of this sample, 0 where "cached"
+    is 1. Raises ValueError (options, reply), TimeoutError, ConnectionError: they fail the sample, as any failing reward
     (reward.max_failed_ratio).
     """
     if not low < high:
@@ -74,31 +82,48 @@ async def judge_reward(
     patterns = patterns or {pattern: "verdict that `pattern` finds"}
     fields = {"question": question, "response": response, "answer": answer, "criteria": "\n".join(names)}
     text = FIELDS.sub(lambda match: fields[match[1]], _template(prompt))  # once: braces in a response stay as they are
-    check_url(base_url, "judge: base_url")
-    url = base_url.rstrip("/") + "/chat/completions"
+    if bool(judges) == bool(base_url and model):
+        raise ValueError("judge: set base_url and model, or judges, a list of {base_url, model}, and not both")
     message = {"role": "user", "content": text.encode("utf-8", "replace").decode()}  # no halves of surrogate pairs
-    body = json.dumps({"model": model, "messages": [message], **OPTIONS, **(options or {})}).encode()
-    place = hashlib.sha256(b"\0".join([url.encode(), body, *(one.encode() for one in patterns)])).digest()
-    attempts = 0
-    if (verdicts := _verdicts.get(place)) is None:
-        reply, attempts = await _ask(url, body, key_of(api_key_env, "judge: api_key_env"), retries, timeout_s)
-        _verdicts[place] = verdicts = [_verdict(reply, *one, low, high) for one in patterns.items()]
-        while len(_verdicts) > cache_size:
-            _verdicts.popitem(last=False)
+    request = {"messages": [message], **OPTIONS, **(options or {})}
+    pool = [dict(one) for one in judges] or [{"base_url": base_url, "model": model, "api_key_env": api_key_env}]
+    first = int(result_key(request), 16) % len(pool)
+    problem, end, attempts, tokens, cost = None, time.monotonic() + timeout_s, 0, 0, 0.0
+    for place, one in enumerate(pool[first:] + pool[:first]):
+        if unknown := sorted(one.keys() - JUDGE_KEYS):
+            raise ValueError(f"judge: judges has the key {unknown[0]!r}; known are {', '.join(JUDGE_KEYS)}")
+        check_url(one.get("base_url", ""), "judge: base_url")
+        url = one["base_url"].rstrip("/") + "/chat/completions"
+        body = json.dumps({"model": one["model"], **request}).encode()
+        key = result_key("judge", url, body.decode(), list(patterns))
+        verdicts = _verdicts.get(key) or cached_result(folder, key)
+        if verdicts is None:
+            try:
+                seconds = (end - time.monotonic() if place else timeout_s) / (
+                    len(pool) - place
+                )  # the others have theirs
+                credential = key_of(one.get("api_key_env"), "judge: api_key_env")
+                seconds -= await wait_for_slot(folder, url, one.get("requests_per_minute"), seconds)
+                reply, attempts = await ask(url, body, credential, retries, seconds, "judge")
+            except (TimeoutError, ConnectionError) as error:
+                problem = error
+                continue
+            tokens, cost = _usage(reply, one.get("price"))
+            add_spending(folder, attempts, tokens, cost)  # also where the reply has no verdict
+            verdicts = [_verdict(reply, *pair, low, high) for pair in patterns.items()]
+            keep_result(folder, key, verdicts)
+        break
+    else:
+        assert problem is not None
+        raise problem
+    _verdicts[key] = verdicts
+    while len(_verdicts) > cache_size:
+        _verdicts.popitem(last=False)
     weights = list((criteria or {"": 1.0}).values())
     mean = math.fsum(w * v for w, v in zip(weights, verdicts, strict=True)) / math.fsum(weights)
     named = dict(zip((f"criterion/{name}" for name in names), verdicts, strict=True)) if names else {"verdict": mean}
-    return {"score": (mean - low) / (high - low), **named, "attempts": attempts, "cached": float(not attempts)}
-
-
-async def _ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float) -> tuple[bytes, int]:
-    """Returns (reply, number of attempts)."""
-    try:
-        reply = await asyncio.to_thread(post_json, url, body, {}, retries, timeout_s, key)
-    except EndpointError as error:
-        message = f"the judge at {url}: {error}" + (f": {' '.join(error.reason.split())}" if error.reason else "")
-        raise (TimeoutError if isinstance(error, EndpointTimeout) else ConnectionError)(message) from None
-    return reply.data, reply.attempts
+    usage = {"tokens": tokens, "cost": cost} if judges or folder is not None else {}
+    return {"score": (mean - low) / (high - low), **named, "attempts": attempts, "cached": float(not attempts), **usage}
 
 
 @functools.lru_cache(maxsize=16)
@@ -122,6 +147,20 @@ def _cut(text: str, length: int) -> str:
         return text
     half = max(1, length // 2)
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _usage(reply: bytes, price: Sequence[float] | None) -> tuple[int, float]:
+    """Returns (tokens, cost) of a reply. Raises ValueError: there is a price, and the reply has no usage."""
+    try:
+        usage = json.loads(reply)["usage"]
+        counts = [int(usage["prompt_tokens"]), int(usage["completion_tokens"])]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        if price is None:
+            return 0, 0.0
+        raise ValueError(
+            "the judge's reply has no usage (prompt_tokens, completion_tokens), which `price` needs"
+        ) from None
+    return sum(counts), sum(count * each / 1e6 for count, each in zip(counts, price or (0, 0), strict=True))
 
 
 def _verdict(reply: bytes, pattern: str, meaning: str, low: float, high: float) -> float:

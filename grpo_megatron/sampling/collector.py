@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 
 from grpo_megatron.algo.advantages import informative_groups
 from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
+from grpo_megatron.data.curriculum import Curriculum, right_counts
 from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.parallel.exchange import gather_groups
@@ -154,9 +156,20 @@ class PolicyCollector(Collector):
             temperature=self.rollout.temperature,
             greedy=self.greedy,
             history=self.lengths,
+            limits_by_prompt=True,
             metrics=metrics,
         )
+        self.learn(samples)
         return groups_by_prompt(samples, count, version=step)
+
+    def learn(self, samples: Sequence[Sample]) -> None:
+        """Give the pass rates of graded samples to a curriculum that follows them. Collective."""
+        if isinstance(self.prompts, Curriculum) and self.prompts.learns:
+            mesh = self.generator.mesh
+            local = right_counts(samples if mesh.is_replica_leader else [])
+            counts = sum(mesh.all_gather(local), Counter[tuple[str, bool]]())
+            uids = sorted({uid for uid, _ in counts})
+            self.prompts.learn({uid: (counts[uid, True], counts[uid, True] + counts[uid, False]) for uid in uids})
 
     def next_prompts(self, step: int, count: int, metrics: Metrics) -> tuple[list[Prompt], int]:
         """Returns the next `count` prompts of the data, and the round's number, which is in their seeds."""
@@ -164,7 +177,10 @@ class PolicyCollector(Collector):
             self.step, self.num_rounds = step, 0
             if self.prepare is not None:
                 self.prepare(step, metrics)
-        prompts = self.prompts.items_from(self.cursor, count)
+        prompts = self.prompts.items_from(self.cursor, count, step)
+        if isinstance(self.prompts, Curriculum):
+            for piece in self.prompts.pieces:
+                metrics.constant(f"data/curriculum/{piece.name}/prompts", self.prompts.counts[piece.name])
         if self.data.sampling.pass_rates is not None:
             metrics.mean_of("data/pass_rate/mean", [prompt.pass_rate or 0.0 for prompt in prompts])
         round_id = step + (self.num_rounds << 32)  # a prompt that returns in a later round gets new seeds
@@ -173,16 +189,18 @@ class PolicyCollector(Collector):
         return prompts, round_id
 
     def epoch(self) -> float:
-        return self.cursor / len(self.prompts.items)
+        return self.prompts.epoch_at(self.cursor)
 
     def state(self) -> State:
         selection = self._selection()
-        optional = {"selection": selection, "lengths": self.lengths.state()}
+        optional = {"selection": selection, "lengths": self.lengths.state(), "prompts": self.prompts.state()}
         return {"cursor": self.cursor} | {name: value for name, value in optional.items() if value}
 
     def load_state(self, state: State) -> None:
         self.cursor = state["cursor"]
         self.lengths.load_state(state.get("lengths", {}))
+        if "prompts" in state:
+            self.prompts.load_state(state["prompts"])
         if "selection" in state and state["selection"] != self._selection():
             raise ConfigError(
                 f"data.sampling.pass_rates={str(self.data.sampling.pass_rates)!r} gives other prompts or weights than in"

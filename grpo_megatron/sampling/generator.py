@@ -35,10 +35,16 @@ class SamplingRound:
     indices: list[int]  # of the responses to one prompt
     round_id: int
     version: int
-    max_tokens: int
     temperature: float
     top_p: float
     run_seed: int
+    sizes: list[int]  # responses to each prompt, of `indices`
+    limits: list[int]  # tokens of a response to each prompt, at most
+
+    def has(self, number: int) -> bool:
+        """Returns whether the sample is wanted: its prompt may have fewer than `indices`."""
+        place, index = self.of(number)
+        return index < self.sizes[place]
 
     def seed(self, number: int) -> int:
         """Returns the seed of a sample."""
@@ -92,6 +98,7 @@ class Generator:
         greedy: bool = False,
         uids: Sequence[str] | None = None,
         history: LengthHistory | None = None,
+        limits_by_prompt: bool = False,
         metrics: Metrics,
     ) -> list[Sample]:
         """Sample n responses per prompt. Returns this replica's, in (prompt, index) order; its leader has rewards.
@@ -99,17 +106,21 @@ class Generator:
         `round_id` (the step) and the prompt's uid seed the responses. A prompt that is in `prompts` twice gets different
         seeds, unless `uids` names what seeds each prompt. `greedy` adds one greedy response per prompt, with index
         `GREEDY`. `version` is that of the engine's weights. `max_tokens` bounds a response, with the observations of its
-        environment. `history` knows how long earlier responses were, and learns how long these are; one of several turns does
-        not read it. Raises RankError on every rank when the workers of any rank cannot run at all, or when more than
-        `max_failed_ratio` of all ranks' samples get no reward.
+        environment. `limits_by_prompt`: a prompt's own `n` and `max_tokens` come first. `history` knows how long earlier
+        responses were, and learns how long these are; one of several turns does not read it. Raises RankError on every rank
+        when the workers of any rank cannot run at all, or when more than `max_failed_ratio` of all samples get no reward.
         """
-        indices = sample_indices(n, greedy=greedy)
+        sizes = [prompt.n or n if limits_by_prompt else n for prompt in prompts]
+        limits = [prompt.max_tokens or max_tokens if limits_by_prompt else max_tokens for prompt in prompts]
+        indices = sample_indices(max(sizes, default=n), greedy=greedy)
         names = distinct_uids(prompts) if uids is None else list(uids)
-        wanted = SamplingRound(prompts, names, indices, round_id, version, max_tokens, temperature, top_p, self.seed)
+        settings = round_id, version, temperature, top_p, self.seed, sizes, limits
+        wanted = SamplingRound(prompts, names, indices, *settings)
         if not self.shares_work:
             history = None
         expected = None if history is None else history.expected(prompts)
         queues = assign_samples(len(prompts), len(indices), self.mesh.num_engine_replicas, expected)
+        queues = [[number for number in queue if wanted.has(number)] for queue in queues]
         drawn: list[Sample] = []
         self.grading.begin((prompt.reward for prompt in prompts), len(queues[self.mesh.engine_replica]))
         with metrics.phase("gen"):
@@ -124,7 +135,7 @@ class Generator:
             tokens = [0] * len(prompts)
             for sample in drawn if self.mesh.is_replica_leader else ():
                 tokens[sample.prompt_index] += len(sample.response_ids)
-            history.learn(prompts, self.mesh.total(tokens), len(indices))
+            history.learn(prompts, self.mesh.total(tokens), [size + greedy for size in sizes])
         self.finish_grading(drawn, round_id, version, metrics)
         return drawn
 
@@ -135,7 +146,7 @@ class Generator:
 
         def request(number: int) -> Request:
             place, index = wanted.of(number)
-            limits = (wanted.max_tokens, wanted.temperature, wanted.top_p)
+            limits = (wanted.limits[place], wanted.temperature, wanted.top_p)
             return self.request(wanted.prompts[place], index, wanted.seed(number), *limits)
 
         functions = {prompt.reward for prompt in wanted.prompts} - {"", BY_MODEL}
@@ -244,9 +255,9 @@ class LengthHistory:
         mean = sum(known) / len(known) if known else 0.0
         return [self.lengths.get(prompt.uid, mean) for prompt in prompts]
 
-    def learn(self, prompts: Sequence[Prompt], num_tokens: Sequence[int], n: int) -> None:
-        """Learn the lengths. `num_tokens`: of all n responses of each prompt together, on all ranks."""
-        for prompt, total in zip(prompts, num_tokens, strict=True):
+    def learn(self, prompts: Sequence[Prompt], num_tokens: Sequence[int], sizes: Sequence[int]) -> None:
+        """Learn the lengths. `num_tokens`: of all responses of each prompt together, on all ranks; `sizes`: how many."""
+        for prompt, total, n in zip(prompts, num_tokens, sizes, strict=True):
             self.lengths.pop(prompt.uid, None)  # to the end of the order
             self.lengths[prompt.uid] = total / n
         for uid in list(self.lengths)[: max(0, len(self.lengths) - MAX_REMEMBERED)]:

@@ -541,7 +541,7 @@ class TrajectoryGenerator(Generator):
             row=wanted.prompts[place].extra["row"],  # type: ignore[arg-type]
             environment_seed=stable_hash(json.dumps(["environment", self.seed, round_id, uid])),
             seed=wanted.seed(number),
-            limits=TrajectoryLimits(self.max_prompt_length, wanted.max_tokens, turns),
+            limits=TrajectoryLimits(self.max_prompt_length, wanted.limits[place], turns),
             temperature=0.0 if index == GREEDY else wanted.temperature,
             top_p=1.0 if index == GREEDY else wanted.top_p,
             version=wanted.version,

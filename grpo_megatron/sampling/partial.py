@@ -70,6 +70,7 @@ class PartialCollector(PolicyCollector):
         self.generator.record_cache(metrics)
         graded = [sample for sample in unfinished if sample.finish_reason != UNFINISHED]
         self.generator.finish_grading(graded, step, step, metrics)
+        self.learn([sample for group in in_progress if not group.num_unfinished for sample in group.samples])
         in_progress.sort(key=lambda group: (group.num_unfinished > 0, not self._is_due(group, step)))  # stable
         taken, left = in_progress[:count], in_progress[count:]
         self.waiting = sorted(left, key=lambda group: group.version)
@@ -103,13 +104,12 @@ class PartialCollector(PolicyCollector):
         prompts, round_id = self.next_prompts(
             step, max(0, ceil(count * self.partial.over_sample) - len(self.waiting)), metrics
         )
-        indices = sample_indices(self.rollout.n, greedy=self.greedy)
         load = [0] * self.mesh.num_engine_replicas
         for group in self.waiting:
             load[group.replica] += group.num_unfinished
         begun = []
         for prompt, uid in zip(prompts, distinct_uids(prompts), strict=True):
-            replica = load.index(min(load))
+            replica, indices = load.index(min(load)), sample_indices(prompt.n or self.rollout.n, greedy=self.greedy)
             load[replica] += len(indices)
             mine = replica == self.mesh.engine_replica
             version = self.clock.version(step)
@@ -129,9 +129,7 @@ class PartialCollector(PolicyCollector):
             for number, completion in finished:
                 sample = responses[number][1]
                 self._extend(sample, completion, version)
-                is_cut = (
-                    completion.finish_reason == "length" and len(sample.response_ids) < self.data.max_response_length
-                )
+                is_cut = completion.finish_reason == "length" and len(sample.response_ids) < self._limit(sample)
                 sample.finish_reason = UNFINISHED if is_cut else completion.finish_reason
                 if not is_cut:
                     generator.complete(sample)
@@ -149,11 +147,14 @@ class PartialCollector(PolicyCollector):
             sample.prompt,
             sample.index,
             seed,
-            min(self.partial.chunk_tokens, self.data.max_response_length - start),
+            min(self.partial.chunk_tokens, self._limit(sample) - start),
             self.rollout.temperature,
             top_p=1.0,
             written=sample.response_ids,
         )
+
+    def _limit(self, sample: Sample) -> int:
+        return sample.prompt.max_tokens or self.data.max_response_length
 
     def _extend(self, sample: Sample, completion: Completion, version: int) -> None:
         start, ids = len(sample.response_ids), completion.response_ids

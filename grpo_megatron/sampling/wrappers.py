@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.config import AlgorithmConfig, DataConfig, ReplayConfig, RolloutConfig
+from grpo_megatron.data.curriculum import Curriculum
 from grpo_megatron.data.responses import OfflineGroup
-from grpo_megatron.data.sampler import MixedSampler, Mixture, Sampler, WeightedSampler
+from grpo_megatron.data.sampler import FirstRankShare, MixedSampler, Mixture, Sampler, WeightedSampler, alone
+from grpo_megatron.data.stream import StreamPrompts, StreamSampler
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.sampling.collector import (
@@ -171,7 +173,7 @@ def build_collector(
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
     from_policy: type[PolicyCollector] = PartialCollector if rollout.partial.is_on else PolicyCollector
     prepare = sync_initial if algorithm.source == "initial" else None
-    sampler = prompt_sampler(prompts, data)
+    sampler = prompt_sampler(prompts, data, lambda make: mesh.broadcast(make() if mesh.rank == 0 else None))
     collector: Collector = from_policy(generator, sampler, data, rollout, greedy=greedy, prepare=prepare, clock=clock)
     if algorithm.filter_groups.enable:
         collector = DynamicSampling(
@@ -186,10 +188,22 @@ def build_collector(
     return collector
 
 
-def prompt_sampler(prompts: Sequence[Prompt], data: DataConfig) -> Sampler[Prompt]:
-    """Returns every prompt once per epoch; with weights of prompts or sources, in proportion to them."""
+def prompt_sampler(prompts: Sequence[Prompt], data: DataConfig, share: FirstRankShare = alone) -> Sampler[Prompt]:
+    """Returns every prompt once per epoch; with weights of prompts or sources, in proportion to them; or a curriculum.
+
+    `share`: how the rank that reads streams gives their rows to the others.
+    """
+    size, order = data.train_batch_size, (data.train_batch_size, data.shuffle, data.seed)
+    sources = prompts.sources if isinstance(prompts, Mixture) else []
+    parts = {source.name: source.prompts for source in sources}
+    streams = {name: StreamSampler(p, size, share) for name, p in parts.items() if isinstance(p, StreamPrompts)}
+    if data.curriculum.pieces:
+        has_rates = data.sampling.pass_rates is not None
+        return Curriculum(prompts, data.curriculum, *order, has_rates=has_rates, streams=streams)
+    if isinstance(prompts, StreamPrompts):
+        return StreamSampler(prompts, size, share)
     if isinstance(prompts, Mixture):
-        return MixedSampler(prompts, data.train_batch_size, data.shuffle, data.seed)
+        return MixedSampler(prompts, *order, streams=streams)
     if data.sampling.weight == "uniform":
-        return Sampler(prompts, data.train_batch_size, data.shuffle, data.seed)
-    return WeightedSampler(prompts, [prompt.weight for prompt in prompts], data.train_batch_size, data.seed)
+        return Sampler(prompts, *order)
+    return WeightedSampler(prompts, [prompt.weight for prompt in prompts], size, data.seed)

@@ -1,4 +1,4 @@
-"""Models by name: ids of the Hugging Face Hub, which huggingface_hub fetches or has in its cache, and shapes for plans."""
+"""Models and data sets by name: ids of the Hugging Face Hub, which are fetched or in its cache, and shapes for plans."""
 
 from __future__ import annotations
 
@@ -63,3 +63,40 @@ def _has_weights(folder: Path) -> bool:
     if (folder / INDEX).exists():
         files = set(read_json(folder / INDEX)["weight_map"].values())
     return all((folder / file).exists() for file in files)
+
+
+# -- Data sets ---------------------------------------------------------------------------------------------------------
+
+HUB_SET = "hub:"
+_SET_FORM = f"{HUB_SET}OWNER/NAME/SPLIT@COMMIT or {HUB_SET}OWNER/NAME/CONFIG/SPLIT@COMMIT"
+_SET = re.compile(rf"{HUB_SET}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?/([\w.-]+)@(.+)")
+
+
+@functools.cache
+def data_files(name: str) -> list[Path]:
+    """Find the Arrow files of `hub:OWNER/NAME[/CONFIG]/SPLIT@COMMIT`, which the package `datasets` fetches or has in its cache.
+
+    Raises ReadError: another form, no commit, no package, no such set or split, no network and another commit in the cache.
+    """
+    match = _SET.fullmatch(name)
+    if match is None or not re.fullmatch("[0-9a-f]{40}", match[4]):
+        why = "has another form" if match is None else f"names {match[4]!r}, which may move"
+        raise ReadError(f"{why}; write {_SET_FORM}, with the 40 hexadecimal digits of a commit of the data set")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ReadError("is read by the package datasets, which is not installed; pip install datasets") from error
+    there = f"run it once where the network is, and bring its cache (HF_HOME), or `hf download {match[1]} --repo-type dataset"
+    there = f"{there} --revision {match[4]} --local-dir FOLDER`, and name FOLDER/SPLIT"
+    try:
+        found = load_dataset(match[1], match[2], split=match[3], revision=match[4]).cache_files
+    except Exception as error:
+        raise ReadError(
+            f"cannot be fetched: {cut(' '.join(str(error).split()))}; without a network, {there}"
+        ) from error
+    files = [Path(file["filename"]) for file in found]
+    if not files or not all(
+        match[4] in file.parts for file in files
+    ):  # without a network: the latest commit in the cache
+        raise ReadError(f"is of another commit in the cache ({', '.join(map(str, files[:1])) or 'in memory'}); {there}")
+    return files

@@ -1,8 +1,9 @@
 """Stopping early: requests to stop, the ranks' agreement on one step, the record of how the run ended; and the calendar.
 
 After a step the run saves and ends, with exit code 75 (130 after Ctrl-C), when `trainer.stop_file` exists, a signal has
-come (SIGUSR1, SIGTERM, SIGINT; the second one ends the run at once), or a step as long as the longest so far would end
-after `trainer.stop_at`. One number per step is reduced over the world, so that all ranks stop at the same step.
+come (SIGUSR1, SIGTERM, SIGINT; the second one ends the run at once), or a step as large as the largest so far would end
+after `trainer.stop_at` or could exceed `reward.budget`. One number per step is reduced over the world, so that all ranks
+stop at the same step.
 
     output_dir/heartbeat       steps done, rewritten after every step
     output_dir/outcome.json    state, steps_done, checkpoint, exit_code; absent during a run and after a failure
@@ -24,7 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.config import TrainerConfig
+from grpo_megatron.config import BudgetConfig, TrainerConfig
+from grpo_megatron.rewards.services import exceeded, record_step, spent
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import add_event, on_disk, steps_of
 
@@ -130,7 +132,7 @@ def read_restart() -> dict[str, Any]:
 
 HEARTBEAT, OUTCOME = "heartbeat", "outcome.json"
 GROWTH = "devices that were lost before"  # they are tried again: our launcher starts the ranks with them
-REASONS = ("", GROWTH, "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit")
+REASONS = ("", GROWTH, "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit", "reward.budget")
 
 
 class Stopped(Exception):
@@ -167,7 +169,16 @@ class Stopping:
     `steps_done` counts.
     """
 
-    def __init__(self, config: TrainerConfig, mesh: Mesh, lock: FolderLock | None = None, steps: str = "steps") -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        mesh: Mesh,
+        lock: FolderLock | None = None,
+        steps: str = "steps",
+        budget: BudgetConfig | None = None,
+    ) -> None:
+        self.budget = budget if budget is not None and budget.folder is not None and mesh.rank == 0 else None
+        self._spent = self._spending()  # before this step
         self.config, self.mesh, self.lock, self.steps = config, mesh, lock, steps
         self._longest, self._last = 0.0, float("inf")
         self._steps_until_growth: int | None = read_restart().get("grow_after")
@@ -189,7 +200,7 @@ class Stopping:
                 (self.config.output_dir / HEARTBEAT).write_text(f"{steps_done}\n")
         if self._steps_until_growth is not None and steps_done < self.config.total_training_steps:
             self._steps_until_growth -= 1
-        reason = max(self.mesh.all_gather(self._reason()))
+        reason = max(self.mesh.all_gather(self._reason(steps_done)))
         if not reason:
             return
         checkpoint = save(steps_done)
@@ -217,17 +228,30 @@ class Stopping:
             record(self.config.output_dir, "done", steps_done, checkpoint, 0)
             add_event(self.config.output_dir, "done", steps_done)
 
-    def _reason(self) -> int:
+    def _reason(self, steps_done: int) -> int:
         """Returns this rank's reason to stop, as an index into REASONS; 0 means none."""
         config = self.config
         if self.mesh.rank == 0:
             if config.stop_at is not None and time.time() + self._longest > config.stop_at:
                 return REASONS.index("the time limit")
+            if self._exceeds_budget() and steps_done < config.total_training_steps:
+                return REASONS.index("reward.budget")
             if config.stop_file is not None and config.stop_file.exists():
                 return REASONS.index("the stop file")
         if self._steps_until_growth == 0 and not requested():
             return REASONS.index(GROWTH)
         return REASONS.index(requested())
+
+    def _spending(self) -> dict[str, float]:
+        return {} if self.budget is None or self.budget.folder is None else spent(self.budget.folder)[0]
+
+    def _exceeds_budget(self) -> bool:
+        """Returns whether a step that spends as much as the largest so far could exceed `reward.budget`."""
+        if self.budget is None or self.budget.folder is None:
+            return False
+        record_step(self.budget.folder, self._spent)
+        self._spent = self._spending()
+        return bool(exceeded(self.budget.folder, self.budget.limits))
 
 
 def record(output_dir: Path, state: str, steps_done: int, checkpoint: Path | None, exit_code: int) -> None:

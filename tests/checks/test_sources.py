@@ -111,7 +111,10 @@ def test_each_source_has_its_task_reward_prompt_and_share(run: Path) -> None:
 REFUSED: dict[str, tuple[list[str], str]] = {
     "both": ([SOURCES], "data.sources beside data.train_files"),
     "responses": ([*BOTH, "algorithm.source=file", "actor.loss_mode=sft"], "algorithm.source=file reads responses"),
-    "pass rates": ([*BOTH, "data.sampling.weight=1-p"], "data.sampling samples single prompts by their pass rates"),
+    "pass rates": (
+        [*BOTH, "data.sampling.weight=1-p"],
+        "data.sampling.weight=1-p samples single prompts by their pass rates",
+    ),
     "a name twice": ([SOURCES.replace("name: verl", "name: sums"), *BOTH[1:]], r"\(sums\): the name is given twice"),
     "no files": ([SOURCES.replace("{run}/verl.jsonl", "[]"), *BOTH[1:]], r"\(verl\) has no files to train on"),
     "a wrong reward": ([SOURCES.replace("gsm8k", "gsm9k"), *BOTH[1:]], r"data.sources\[1\] \(verl\).reward: .*gsm9k"),

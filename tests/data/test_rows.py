@@ -208,7 +208,7 @@ def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, 
 
 def test_an_id_of_the_hub_and_an_address_are_answered_with_what_to_do() -> None:
     with pytest.raises(
-        ConfigError, match="'some/set': No such file or folder; an id of the Hub: `hf download some/set --rep"
+        ConfigError, match="'some/set': No such file or folder; as an id of the Hub, write hub:some/set/SPLIT@COMMIT"
     ):
         read_rows(Path("some/set"), _question)
     with pytest.raises(ConfigError, match="a run downloads no data"):

@@ -15,7 +15,7 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
 from grpo_megatron.rollout.engine import sample_seed
-from grpo_megatron.sampling.generator import Generator, Grading, check_failures
+from grpo_megatron.sampling.generator import Generator, Grading, LengthHistory, check_failures
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
 
@@ -285,3 +285,30 @@ def test_a_draw_stops_and_says_why(round_id: int, what: str) -> None:
         else:
             drawn = generator.sample([prompt(1), prompt(2)], 2, round_id=round_id, **arguments)
             assert sorted(sample.reward_failure for sample in drawn) == ["", "", "", "reward 'm:f': KeyError: 'x'"]
+
+
+def test_a_prompt_has_its_own_number_and_length_of_responses_in_training_only() -> None:
+    """Prompt 0 has rollout.n = 3, prompt 1 its own 1 of at most 4 tokens; each also its greedy response."""
+    prompts = [prompt(0), replace(prompt(1), n=1, max_tokens=4), prompt(2)]
+    engine: Any = SeedEngine()
+    generator = Generator(engine, None, Letters(), LoneMesh(), RolloutConfig(), weights_digest=lambda: "d")
+    history = LengthHistory()
+    arguments: dict[str, Any] = {"round_id": 0, "version": 0, "max_tokens": 9, "temperature": 1.0, "metrics": Metrics()}
+    own = generator.sample(prompts, 3, greedy=True, limits_by_prompt=True, history=history, **arguments)
+    assert [(s.prompt_index, s.index) for s in own] == [
+        (0, -1),
+        (0, 0),
+        (0, 1),
+        (0, 2),
+        (1, -1),
+        (1, 0),
+        *((2, i) for i in range(-1, 3)),
+    ]
+    assert (
+        sorted((r.prompt_ids[0], r.max_tokens) for r in engine.requests) == [(0, 9)] * 4 + [(1, 4)] * 2 + [(2, 9)] * 4
+    )
+    sizes = {place: len([s for s in own if s.prompt_index == place]) for place in range(3)}
+    tokens = {place: sum(len(s.response_ids) for s in own if s.prompt_index == place) for place in range(3)}
+    assert [history.lengths[f"p/{place}"] for place in range(3)] == [tokens[place] / sizes[place] for place in range(3)]
+    others = generator.sample(prompts, 3, greedy=True, **arguments)
+    assert len(others) == 12 and {s.seed for s in own} < {s.seed for s in others}

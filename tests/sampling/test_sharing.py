@@ -29,12 +29,14 @@ def test_the_longest_prompts_are_dealt_first_to_the_block_with_the_least() -> No
 def test_lengths_are_learned_per_prompt_and_the_oldest_are_forgotten() -> None:
     history, prompts = LengthHistory(), [prompt(i) for i in range(3)]
     assert history.expected(prompts) == [0.0] * 3
-    history.learn(prompts[:2], [40, 80], n=4)
+    history.learn(prompts[:2], [40, 80], [4, 4])
     assert history.expected(prompts) == [10.0, 20.0, 15.0]
     again = LengthHistory()
     again.load_state(history.state())
     assert again == history
-    history.learn([prompt(i) for i in range(10, 9 + MAX_REMEMBERED)], [1] * (MAX_REMEMBERED - 1), n=1)
+    history.learn(
+        [prompt(i) for i in range(10, 9 + MAX_REMEMBERED)], [1] * (MAX_REMEMBERED - 1), [1] * (MAX_REMEMBERED - 1)
+    )
     assert next(iter(history.lengths)) == "p/1" and len(history.lengths) == MAX_REMEMBERED
 
 
