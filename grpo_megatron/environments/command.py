@@ -12,6 +12,7 @@ module, so what stands at the module's top (libraries, clients, indices) costs o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -114,11 +115,15 @@ class CommandEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Imports the server, and the module of a function."""
-        import grpo_megatron.environments.openai_api  # noqa: F401
+        """Imports the server, and the module of a function. Rehearses a request where that has OpenAI's client."""
+        from grpo_megatron.environments.openai_api import Endpoint
 
         if _is_function(str([*kwargs.get("command", ()), ""][0])):
             import_function(kwargs["command"][0])
+            http = sys.modules.get("httpx2") or sys.modules.get("httpx")  # openai 3, 2
+            if openai := sys.modules.get("openai"):
+                with contextlib.suppress(Exception):  # of a client of another version; it saves time only
+                    asyncio.run(Endpoint("policy", 1.0, "hermes").rehearse(openai, http))
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
         """Starts the program, and waits for its first request."""

@@ -26,7 +26,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from grpo_megatron.environments.environment import ChatMessage, TurnRequest, check_call, plain_json, plain_request
+from grpo_megatron.environments.environment import (
+    ChatMessage,
+    TurnRequest,
+    check_call,
+    plain_json,
+    plain_request,
+    written_turn,
+)
 from grpo_megatron.environments.tool_environment import Call, parse_calls
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe, valid_text
@@ -493,14 +500,29 @@ class Endpoint:
         """Begins to answer. Clients that have connected before are answered, too."""
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def _serve(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    def _application(self) -> Starlette:
         posts = Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"])
         models = [Route(f"/t/{{key}}/v1/models{name}", self._models) for name in ("", "/{name:path}")]
-        application = Starlette(routes=[*models, posts])
+        return Starlette(routes=[*models, posts])
+
+    def _serve(self) -> None:
+        self._loop = asyncio.new_event_loop()
         settings: Json = {"log_config": None, "access_log": False, "lifespan": "off"}
-        server = uvicorn.Server(uvicorn.Config(application, http=_Connection, ws="none", **settings))
+        server = uvicorn.Server(uvicorn.Config(self._application(), http=_Connection, ws="none", **settings))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
+
+    async def rehearse(self, openai: Any, http: Any) -> None:
+        """Answers one request of OpenAI's client without a connection, for what both sides build at their first use."""
+        self._socket.close()
+        self._loop = asyncio.get_running_loop()
+        client = http.AsyncClient(transport=http.ASGITransport(self._application()))
+        async with openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=client) as asking:
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+            request = asyncio.create_task(asking.chat.completions.create(model=self._model, messages=messages))
+            while self.questions.empty() and not request.done():
+                await asyncio.sleep(0)
+            self.answer(json.loads(written_turn("x", [1], ["x"], [0.0])))
+            await request
 
     def answer(self, turn: Json) -> None:
         """Gives the model's turn to the client that waits."""
