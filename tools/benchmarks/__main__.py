@@ -83,7 +83,12 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "overlap": ("rollouts", "add_overlap_arguments", "overlap", "rewards graded during and after generation"),
     "waiting": ("rollouts", "add_waiting_arguments", "waiting", "partial rollouts, and requests that ranks share"),
     "sandboxes": ("sandboxes", "add_arguments", "sandboxes", "task folders in local sandboxes"),
-    "endpoint": ("endpoint", "add_arguments", "endpoint", "an agent of OpenAI's API, beside the same environment as a class"),
+    "endpoint": (
+        "endpoint",
+        "add_arguments",
+        "endpoint",
+        "an agent of OpenAI's API, beside the same environment as a class",
+    ),
     "passes": ("training", "add_passes_arguments", "passes", "training with and without passes that can be left out"),
     "head": ("training", "add_head_arguments", "measure_head", "the output head by torch and by fused kernels"),
     "tower": ("training", "add_tower_arguments", "measure_tower", "the vision tower, beside transformers'"),

@@ -1,8 +1,7 @@
 """`tools.benchmarks endpoint`: an agent that speaks OpenAI's API, beside the same environment as a class.
 
-Both ask for four turns, and answer each but the last. The environments are real, a process each, in the workers of a run; the model
-is not: all trajectories get their turn as soon as all have asked for it. Milliseconds are those of the workers' processors, which
-other programs of the machine change little.
+Both ask for four turns, and answer each but the last. The environments are real, a process each, in the workers of a run; the
+model is not: all trajectories get their turn as soon as all have asked for it. Milliseconds are those of the workers' processors.
 """
 
 from __future__ import annotations
