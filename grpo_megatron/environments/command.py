@@ -1,10 +1,11 @@
 """CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the environment.
 
-The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment,
-and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any service (openai_api.py),
-and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. Its
-stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md). A
-trajectory that goes on elsewhere starts it again and gives it the same answers, so it should be deterministic.
+The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment (and
+the same of ANTHROPIC), and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any
+service (openai_api.py), and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics":
+{"tests_passed": 3}}. Its stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every
+environment (docs/agents.md). A trajectory that goes on elsewhere starts it again and gives it the same answers, so it
+should be deterministic.
 
 A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
 module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
@@ -134,6 +135,9 @@ class CommandEnvironment(Environment):
             "OPENAI_BASE_URL": self._endpoint.url,
             "OPENAI_API_KEY": self._endpoint.key,
             "OPENAI_MODEL": self._model,
+            "ANTHROPIC_BASE_URL": self._endpoint.url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": self._endpoint.key,
+            "ANTHROPIC_MODEL": self._model,
         }
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         start = _fork if self._is_forked else _run

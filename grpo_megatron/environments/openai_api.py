@@ -1,9 +1,10 @@
-"""OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is generated.
+"""OpenAI's API and Anthropic's messages on a loopback address: the run's policy answers one trajectory, and is recorded.
 
-POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models, /v1/models/NAME. The server runs in the
-trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What
-would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS, gets a 400 that says why. A client
-that repeats its request before the answer, as OpenAI's does after a time-out, waits for the same answer.
+POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions, /v1/messages; GET /v1/models, /v1/models/NAME. The
+server runs in the trajectory's process, and is gone with it. The client gets text; the run keeps the tokens
+(sampling/multi_turn.py). What would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS,
+gets a 400 that says why. A client that repeats its request before the answer, as OpenAI's does after a time-out, waits for
+the same answer.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ class Reply:
     tokens: list[tuple[str, float]]  # with log-probabilities
     prompt_tokens: int
     number: int
+    stopped_by: str | None = None  # a text of the request's `stop`
 
     @property
     def message(self) -> ChatMessage:
@@ -89,12 +91,13 @@ class Reply:
 
 # -- what the run decides ----------------------------------------------------------------------------------------------
 
-CHAT, COMPLETIONS, RESPONSES = "chat/completions", "completions", "responses"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat/completions", "completions", "responses", "messages"
 ANY: tuple[Any, ...] = (...,)
 READ = {  # protocol -> fields whose values are read
     CHAT: "messages tools max_completion_tokens max_tokens stop",
     COMPLETIONS: "prompt max_tokens stop",
     RESPONSES: "input instructions previous_response_id tools max_output_tokens stop",
+    MESSAGES: "messages system tools max_tokens stop_sequences",
 }
 UNSEEN = (  # no token depends on them
     "model temperature user metadata store stream_options service_tier safety_identifier prompt_cache_key"
@@ -121,9 +124,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field of OpenAI's or vLLM's server ->
 }
 REQUEST_FIELDS = {  # protocol -> field -> accepted values; null is accepted as absence everywhere
     form: {**dict.fromkeys(f"{UNSEEN} {read}".split(), ANY), **NEUTRAL, "logprobs": values}
-    for (form, read), values in zip(READ.items(), ((True, False), (0, 1), ()), strict=True)
+    for (form, read), values in zip(READ.items(), ((True, False), (0, 1), (), ()), strict=True)
+}
+REQUEST_FIELDS[MESSAGES] |= {
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": False}),
 }
 WHY = {
+    "seed": "the run's seeds decide the tokens, so that the samples of a group differ and a run can be repeated",
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
     "top_logprobs": "the run records the log-probabilities of the generated tokens only",
     "parallel_tool_calls": "the model writes as many calls as it does",
@@ -208,7 +216,7 @@ def _turn_request(body: Json, *limits: str, tools: list[Any], prompt: str | list
     return request
 
 
-# -- the three forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
+# -- the four forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
 
 
 def read_chat(body: Json, conversation: Conversation) -> ClientRequest:
@@ -267,8 +275,45 @@ def read_responses(body: Json, conversation: Conversation) -> ClientRequest:
     return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
 
 
+def read_messages(body: Json, conversation: Conversation) -> ClientRequest:
+    """Reads a request of Anthropic's messages. A user's message with results of tools is several messages here."""
+    system = _content(body.get("system"))
+    messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+    for message in _listed(body, "messages"):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise RefusedError(f"a message of the role {str(role)[:80]!r}: user or assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _listed(message, "content")
+        read: list[ChatMessage] = [{"role": role, "content": ""}] if role == "assistant" else []
+        for block in blocks:
+            kind = block.get("type")
+            if kind == "text":
+                if not read or read[-1]["role"] == "tool":
+                    read.append({"role": role, "content": ""})
+                read[-1]["content"] += _content([block])
+            elif kind == "tool_use" and role == "assistant":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                read[-1] = _message({**read[-1], "tool_calls": [*read[-1].get("tool_calls", []), call]})
+            elif kind == "tool_result" and role == "user":
+                text = _content(block.get("content"))
+                read.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            else:
+                raise RefusedError(f"a block of the type {str(kind)[:80]!r} of the role {role} is not read")
+        messages += read or [{"role": role, "content": ""}]
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    tools = [
+        {"type": "function", "function": {to: tool[name] for name, to in names.items() if name in tool}}
+        if tool.get("type") in (None, "custom")
+        else tool
+        for tool in _listed(body, "tools")
+    ]
+    request = _turn_request({**body, "stop": body.get("stop_sequences")}, "max_tokens", tools=_tools({"tools": tools}))
+    return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
+
+
 def _reads_calls(body: Json) -> bool:
-    return body.get("tool_choice") != "none"
+    return body.get("tool_choice") not in ("none", {"type": "none"})
 
 
 def _streams_usage(body: Json) -> bool:
@@ -352,10 +397,40 @@ def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[
     return response, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
+STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
+
+
+def write_messages(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
+    """Returns the same as `write_chat`."""
+    blocks: list[tuple[Json, Json]] = []  # (as it begins, what is added to it)
+    if reply.content:
+        blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": reply.content}))
+    for key, name, arguments in reply.calls:
+        begun = {"type": "tool_use", "id": key, "name": name, "input": {}}
+        blocks.append((begun, {"type": "input_json_delta", "partial_json": arguments}))
+    content = [
+        {**begun, "text": added["text"]} if "text" in added else {**begun, "input": json.loads(added["partial_json"])}
+        for begun, added in blocks
+    ]
+    reason = STOP_REASONS.get(reply.finish_reason, "stop_sequence" if reply.stopped_by is not None else "end_turn")
+    end = {"stop_reason": reason, "stop_sequence": reply.stopped_by if reason == "stop_sequence" else None}
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)}
+    head: Json = {"id": f"msg_{reply.number}", "type": "message", "role": "assistant", "model": model}
+    start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    events: list[Json] = [{"type": "message_start", "message": start}]
+    for place, (begun, added) in enumerate(blocks):
+        events.append({"type": "content_block_start", "index": place, "content_block": begun})
+        events.append({"type": "content_block_delta", "index": place, "delta": added})
+        events.append({"type": "content_block_stop", "index": place})
+    events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
+    return {**head, "content": content, **end, "usage": usage}, events
+
+
 PROTOCOLS: dict[str, tuple[Callable[[Json, Conversation], ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
     CHAT: (read_chat, write_chat),
     COMPLETIONS: (read_completions, write_completions),
     RESPONSES: (read_responses, write_responses),
+    MESSAGES: (read_messages, write_messages),
 }
 
 
@@ -423,8 +498,10 @@ class Conversation:
     def add(self, question: ClientRequest, turn: Json) -> Reply:
         """Adds the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
         text, finish = turn["text"], turn["finish_reason"]
+        stopped_by = None
         for stop in question.request.stop:
-            text = text.partition(stop)[0]
+            text, found, _ = text.partition(stop)
+            stopped_by = found or stopped_by
         reads_calls = question.request.tools and question.reads_calls
         calls = parse_calls(self.call_format, text) if reads_calls else []
         named: list[tuple[str, str, str]] = []
@@ -437,7 +514,7 @@ class Conversation:
         content = "" if named and self.call_format != "hermes" else content
         tokens = list(zip(turn["tokens"], turn["logprobs"], strict=True))
         finish = "tool_calls" if named else finish
-        reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns)
+        reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns, stopped_by)
         self.num_turns, self.tools = self.num_turns + 1, question.request.tools
         self.messages = [*question.messages, reply.message]
         self.histories[f"resp_{reply.number}"] = self.messages
@@ -478,6 +555,9 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
+SERVER: Json = {"http": _Connection, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
+
+
 class Endpoint:
     """The server, in a thread. `questions` has what the client asks; `answer` is to be called once for each.
 
@@ -507,15 +587,16 @@ class Endpoint:
 
     def _serve(self) -> None:
         self._loop = asyncio.new_event_loop()
-        settings: Json = {"log_config": None, "access_log": False, "lifespan": "off"}
-        server = uvicorn.Server(uvicorn.Config(self._application(), http=_Connection, ws="none", **settings))
+        server = uvicorn.Server(uvicorn.Config(self._application(), **SERVER))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
 
     async def rehearse(self, openai: Any, http: Any) -> None:
         """Answers one request of OpenAI's client without a connection, for what both sides build at their first use."""
         self._socket.close()
-        self._loop = asyncio.get_running_loop()
-        client = http.AsyncClient(transport=http.ASGITransport(self._application()))
+        self._loop, application = asyncio.get_running_loop(), self._application()
+        uvicorn.Config(application, **SERVER).load()
+        "localhost".encode("idna")  # imports that encoding
+        client = http.AsyncClient(transport=http.ASGITransport(application))
         async with openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=client) as asking:
             messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
             request = asyncio.create_task(asking.chat.completions.create(model=self._model, messages=messages))
@@ -563,7 +644,7 @@ class Endpoint:
         response, chunks = PROTOCOLS[form][1](reply, self._model, question)
         if not question.streams:
             return JSONResponse(response)
-        return StreamingResponse(_events(chunks, named=form == "responses"), media_type="text/event-stream")
+        return StreamingResponse(_events(chunks, named=form in (RESPONSES, MESSAGES)), media_type="text/event-stream")
 
     async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
         if self._pending is not None and self._pending[0] == body:
@@ -603,7 +684,7 @@ def _without_key() -> Response:
 
 
 def _error(text: str) -> Json:
-    return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
+    return {"type": "error", "error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
 
 
 async def _body(request: Request) -> bytes:

@@ -84,6 +84,7 @@ def test_two_turns_with_a_tool(command: list[str]) -> None:
     [
         ("streams", ["one"]),
         ("responses", [CALL, "two", "three"]),
+        ("messages", [f"I look. {CALL}", "so 1 END", CALL]),
         ("completions", ["one", "two"]),
         pytest.param("token_ids", ["one", "two"], marks=pytest.mark.soak),
         ("refused", ["one"]),
@@ -95,6 +96,9 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     assert all(outcome.step for outcome in outcomes), outcomes
     end = outcomes[-1].step
     assert end and (end.done, end.reward) == (True, 1.0)
+    if name == "messages":
+        assert outcomes[0].step and outcomes[0].step.request == TurnRequest([TOOL], 7)
+        assert outcomes[1].step and [message["role"] for message in outcomes[1].step.messages] == ["tool", "user"]
     if name == "completions":
         assert outcomes[1].step and outcomes[1].step.request == TurnRequest(prompt="cd")
     if name == "token_ids":
