@@ -131,14 +131,10 @@ class CommandEnvironment(Environment):
         from grpo_megatron.environments.openai_api import Endpoint
 
         self._endpoint = Endpoint(*self._settings)
-        client = {
-            "OPENAI_BASE_URL": self._endpoint.url,
-            "OPENAI_API_KEY": self._endpoint.key,
-            "OPENAI_MODEL": self._model,
-            "ANTHROPIC_BASE_URL": self._endpoint.url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": self._endpoint.key,
-            "ANTHROPIC_MODEL": self._model,
-        }
+        url = self._endpoint.url
+        client: dict[str, str] = {}
+        for name, base in (("OPENAI", url), ("ANTHROPIC", url.removesuffix("/v1"))):
+            client |= {f"{name}_BASE_URL": base, f"{name}_API_KEY": self._endpoint.key, f"{name}_MODEL": self._model}
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         start = _fork if self._is_forked else _run
         self._process = start(self._command, {**os.environ, **quiet, **client})

@@ -135,9 +135,7 @@ WHY = {
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
     "top_logprobs": "the run records the log-probabilities of the generated tokens only",
     "parallel_tool_calls": "the model writes as many calls as it does",
-    **dict.fromkeys(
-        ("chat_template", "chat_template_kwargs", "documents"), "the run decides how messages are rendered"
-    ),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), "the run renders the messages"),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -192,9 +190,7 @@ def _listed(body: Json, name: str) -> list[Any]:
 
 def _tools(body: Json, *, are_flat: bool = False) -> list[Any]:
     tools = _listed(body, "tools")
-    if (
-        are_flat
-    ):  # as responses has them; `strict` would need guided decoding, and the model's arguments are what it writes
+    if are_flat:  # as responses has them; `strict` would need guided decoding
         inner = [{name: value for name, value in tool.items() if name not in ("type", "strict")} for tool in tools]
         tools = [{"type": tool.get("type"), "function": one} for tool, one in zip(tools, inner, strict=True)]
     for tool in tools:
@@ -301,14 +297,11 @@ def read_messages(body: Json, conversation: Conversation) -> ClientRequest:
             else:
                 raise RefusedError(f"a block of the type {str(kind)[:80]!r} of the role {role} is not read")
         messages += read or [{"role": role, "content": ""}]
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    tools = [
-        {"type": "function", "function": {to: tool[name] for name, to in names.items() if name in tool}}
-        if tool.get("type") in (None, "custom")
-        else tool
-        for tool in _listed(body, "tools")
-    ]
-    request = _turn_request({**body, "stop": body.get("stop_sequences")}, "max_tokens", tools=_tools({"tools": tools}))
+    names = {"type": "type", "name": "name", "description": "description", "input_schema": "parameters"}
+    tools = [{to: tool[name] for name, to in names.items() if name in tool} for tool in _listed(body, "tools")]
+    tools = [{**tool, "type": "function" if tool.get("type") in (None, "custom") else tool["type"]} for tool in tools]
+    tools = _tools({"tools": tools}, are_flat=True)
+    request = _turn_request({**body, "stop": body.get("stop_sequences")}, "max_tokens", tools=tools)
     return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
 
 
@@ -335,12 +328,8 @@ def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json,
         nothing: Json = {"bytes": None, "top_logprobs": []}
         content = [{"token": text, "logprob": value, **nothing} for text, value in reply.tokens]
         choice["logprobs"] = {"content": content, "refusal": None}
-    response = {
-        **head,
-        "object": "chat.completion",
-        "choices": [{**choice, "message": reply.message}],
-        "usage": reply.usage,
-    }
+    choices = [{**choice, "message": reply.message}]
+    response = {**head, "object": "chat.completion", "choices": choices, "usage": reply.usage}
     delta = dict(reply.message)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
@@ -402,25 +391,23 @@ STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
 def write_messages(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
     """Returns the same as `write_chat`."""
-    blocks: list[tuple[Json, Json]] = []  # (as it begins, what is added to it)
+    content: list[Json] = []
+    added: list[tuple[Json, Json]] = []  # of each block: its fields as it begins, and what follows
     if reply.content:
-        blocks.append(({"type": "text", "text": ""}, {"type": "text_delta", "text": reply.content}))
+        content.append({"type": "text", "text": reply.content})
+        added.append(({"text": ""}, {"type": "text_delta", "text": reply.content}))
     for key, name, arguments in reply.calls:
-        begun = {"type": "tool_use", "id": key, "name": name, "input": {}}
-        blocks.append((begun, {"type": "input_json_delta", "partial_json": arguments}))
-    content = [
-        {**begun, "text": added["text"]} if "text" in added else {**begun, "input": json.loads(added["partial_json"])}
-        for begun, added in blocks
-    ]
+        content.append({"type": "tool_use", "id": key, "name": name, "input": json.loads(arguments)})
+        added.append(({"input": {}}, {"type": "input_json_delta", "partial_json": arguments}))
     reason = STOP_REASONS.get(reply.finish_reason, "stop_sequence" if reply.stopped_by is not None else "end_turn")
     end = {"stop_reason": reason, "stop_sequence": reply.stopped_by if reason == "stop_sequence" else None}
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)}
     head: Json = {"id": f"msg_{reply.number}", "type": "message", "role": "assistant", "model": model}
     start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
     events: list[Json] = [{"type": "message_start", "message": start}]
-    for place, (begun, added) in enumerate(blocks):
-        events.append({"type": "content_block_start", "index": place, "content_block": begun})
-        events.append({"type": "content_block_delta", "index": place, "delta": added})
+    for place, (block, (empty, delta)) in enumerate(zip(content, added, strict=True)):
+        events.append({"type": "content_block_start", "index": place, "content_block": {**block, **empty}})
+        events.append({"type": "content_block_delta", "index": place, "delta": delta})
         events.append({"type": "content_block_stop", "index": place})
     events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
     return {**head, "content": content, **end, "usage": usage}, events

@@ -103,7 +103,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
     "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
-    "chat_template_kwargs": ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "rendered"),
+    "chat_template_kwargs": (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "the run renders the messages",
+    ),
     "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "it is not read here; leave it out"),
     "seed": ({"seed": 2}, "leave it out"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),

@@ -100,6 +100,12 @@ class Sandbox(ABC):
     def stop(self) -> None:
         """Ends all and removes all. Idempotent."""
 
+    def check_folder(self) -> None:
+        """Raises ValueError where the task's image names no working folder."""
+        if self.folder == "/":
+            text = "its image has no WORKDIR, in which the agent works; add one to the Dockerfile"
+            raise ValueError(f"task {self.task.name}: {text}")
+
     def end_processes(self) -> None:  # noqa: B027 - optional
         """Ends all that still runs; files stay."""
 
@@ -152,7 +158,9 @@ class Sandbox(ABC):
 
 
 backends: Registry[type[Sandbox]] = Registry(
-    "sandbox", [f"grpo_megatron.environments.sandboxes.{name}" for name in ("local", "containers")], "my_module:Class"
+    "sandbox",
+    [f"grpo_megatron.environments.sandboxes.{name}" for name in ("local", "containers", "hosted")],
+    "my_module:Class",
 )
 
 
