@@ -83,7 +83,7 @@ class DockerSandbox(Sandbox):
     @classmethod
     def _image_of(cls, task: FolderTask) -> str:
         """Returns the name of the task's image, which is built or pulled once. Raises SandboxError, ValueError."""
-        image = image_name(task, cls.engine)
+        image = image_of_task(task, cls.engine)
         try:
             cls._call("image", "inspect", image, "--format", "{{.Id}}")
         except SandboxError:
@@ -175,7 +175,7 @@ def _spawned(command: list[str]) -> Callable[[int, int], int]:
     return start
 
 
-def image_name(task: FolderTask, backend: str) -> str:
+def image_of_task(task: FolderTask, backend: str) -> str:
     """Returns the name of the task's image: its own, or one for the content of its folder. Raises ValueError."""
     if task.image is None and task.dockerfile is None:
         raise ValueError(

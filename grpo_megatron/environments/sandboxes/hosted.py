@@ -19,7 +19,7 @@ from typing import Any
 from grpo_megatron.data.folders import FolderTask, read_folder
 from grpo_megatron.data.rows import task_folders
 from grpo_megatron.environments.sandboxes.backend import CommandResult, Sandbox, SandboxError, SandboxLimits, backends
-from grpo_megatron.environments.sandboxes.containers import image_name
+from grpo_megatron.environments.sandboxes.containers import image_of_task
 from grpo_megatron.processes.process import describe
 
 # ends all but the processes of the start, by the shell alone: an agent that is root may have replaced any program
@@ -30,10 +30,7 @@ END_ALL = (
 
 @backends.register("e2b")
 class E2BSandbox(Sandbox):
-    """A hosted sandbox. `lifetime_s`: the service ends it then. `prewarm`: task folders whose templates a worker builds.
-
-    The service bounds disk and processes, by its own plan.
-    """
+    """A hosted sandbox. `lifetime_s`: the service ends it then. `prewarm`: task folders whose templates a worker builds."""
 
     options = {"lifetime_s": 3600, "prewarm": None}  # noqa: RUF012
     _sandbox: Any = None
@@ -52,7 +49,7 @@ class E2BSandbox(Sandbox):
     @classmethod
     def _template_of(cls, task: FolderTask, limits: SandboxLimits) -> str:
         """Returns the name of the task's template, which is built where there is none. Raises SandboxError, ValueError."""
-        image = re.sub("[^a-z0-9]+", "-", image_name(task, "e2b").lower())
+        image = re.sub("[^a-z0-9]+", "-", image_of_task(task, "e2b").lower())
         name = f"{image}-{limits.cpus}-{limits.memory_mib}"
         with _client() as e2b:
             if not e2b.Template.exists(name):
