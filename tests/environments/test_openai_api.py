@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import sys
@@ -161,6 +163,16 @@ def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) ->
 def test_a_command_that_cannot_be_run_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommandEnvironment(**wrong)
+
+
+def test_a_rehearsed_request_leaves_nothing_that_a_fork_would_copy() -> None:
+    """Neither a thread nor an open socket; `preload` would hide an error."""
+    import httpx2
+    import openai
+
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    asyncio.run(Endpoint("policy", 1.0, "hermes").rehearse(openai, httpx2))
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_the_turn_is_plain_json() -> None:
