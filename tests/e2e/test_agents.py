@@ -96,7 +96,7 @@ def test_rows_of_the_agents_sdk_are_the_engines_log(tmp_path: Path) -> None:
         assert row["trajectory/turns/mean"] > 1.5 and row["training/rollout_logp_diff_max"] < 1e-5, row
 
 
-@pytest.mark.soak  # 13 minutes on two busy cores
+@pytest.mark.soak  # 11 minutes on two busy cores
 def test_a_model_learns_with_the_agents_sdk(tmp_path: Path) -> None:
     """The whole example on one rank: by hand on two, the reward went from 0.03 to 0.91."""
     rows = trained_with_the_sdk(tmp_path, SHELL_STEPS, 40, steps=30, actor__optim__lr=2e-4)
