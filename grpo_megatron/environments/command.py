@@ -1,10 +1,11 @@
 """CommandEnvironment, `rollout.multi_turn.environment: command`: any program that speaks OpenAI's API is the environment.
 
-The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment,
-and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any service (openai_api.py),
-and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics": {"tests_passed": 3}}. Its
-stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every environment (docs/agents.md). A
-trajectory that goes on elsewhere starts it again and gives it the same answers, so it should be deterministic.
+The program is started once per trajectory, with OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment (and
+the same of ANTHROPIC), and on stdin one line of JSON: {"row": the data file's, "seed": 7}. It asks the model as any
+service (openai_api.py), and prints its reward: the last line of stdout is a number, or {"reward": 0.5, "metrics":
+{"tests_passed": 3}}. Its stderr is shown. Its exit code must be 0. It is trusted code, with the limits of every
+environment (docs/agents.md). A trajectory that goes on elsewhere starts it again and gives it the same answers, so it
+should be deterministic.
 
 A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
 module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
@@ -12,6 +13,7 @@ module, so what stands at the module's top (libraries, clients, indices) costs o
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -114,22 +116,25 @@ class CommandEnvironment(Environment):
 
     @classmethod
     def preload(cls, **kwargs: Any) -> None:
-        """Imports the server, and the module of a function."""
-        import grpo_megatron.environments.openai_api  # noqa: F401
+        """Imports the server, and the module of a function. Rehearses a request where that has OpenAI's client."""
+        from grpo_megatron.environments.openai_api import Endpoint
 
         if _is_function(str([*kwargs.get("command", ()), ""][0])):
             import_function(kwargs["command"][0])
+            http = sys.modules.get("httpx2") or sys.modules.get("httpx")  # openai 3, 2
+            if openai := sys.modules.get("openai"):
+                with contextlib.suppress(Exception):  # of a client of another version; it saves time only
+                    asyncio.run(Endpoint("policy", 1.0, "hermes").rehearse(openai, http))
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
         """Starts the program, and waits for its first request."""
         from grpo_megatron.environments.openai_api import Endpoint
 
         self._endpoint = Endpoint(*self._settings)
-        client = {
-            "OPENAI_BASE_URL": self._endpoint.url,
-            "OPENAI_API_KEY": self._endpoint.key,
-            "OPENAI_MODEL": self._model,
-        }
+        url = self._endpoint.url
+        client: dict[str, str] = {}
+        for name, base in (("OPENAI", url), ("ANTHROPIC", url.removesuffix("/v1"))):
+            client |= {f"{name}_BASE_URL": base, f"{name}_API_KEY": self._endpoint.key, f"{name}_MODEL": self._model}
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         start = _fork if self._is_forked else _run
         self._process = start(self._command, {**os.environ, **quiet, **client})

@@ -277,13 +277,9 @@ class FolderCommandEnvironment(_Folders, CommandEnvironment):
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
         """Starts the sandbox, then the agent."""
         self.work.start(row)
-        backend = type(self.work.sandbox)
-        state = {"class": f"{backend.__module__}:{backend.__name__}", "limits": vars(self.work.sandbox.limits)}
-        state |= {
-            "chosen": self.work.sandbox.chosen,
-            "state": self.work.sandbox.state(),
-            "variables": dict(self.work.task.variables),
-        }
+        sandbox, backend = self.work.sandbox, type(self.work.sandbox)
+        state = {"class": f"{backend.__module__}:{backend.__name__}", "limits": vars(sandbox.limits)}
+        state |= {"chosen": sandbox.chosen, "state": sandbox.state(), "variables": dict(self.work.task.variables)}
         prefix = [sys.executable, "-m", "grpo_megatron.environments.sandboxes", json.dumps(state)]
         return super().reset({**row, "instruction": self.work.task.instruction, "sandbox": prefix}, seed)
 

@@ -1,9 +1,10 @@
-"""OpenAI's API on a loopback address, behind which the run's policy answers one trajectory: it records what is generated.
+"""OpenAI's API and Anthropic's messages on a loopback address: the run's policy answers one trajectory, and is recorded.
 
-POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions; GET /v1/models, /v1/models/NAME. The server runs in the
-trajectory's process, and is gone with it. The client gets text; the run keeps the tokens (sampling/multi_turn.py). What
-would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS, gets a 400 that says why. A client
-that repeats its request before the answer, as OpenAI's does after a time-out, waits for the same answer.
+POST /t/TRAJECTORY/v1/chat/completions, /v1/responses, /v1/completions, /v1/messages; GET /v1/models, /v1/models/NAME. The
+server runs in the trajectory's process, and is gone with it. The client gets text; the run keeps the tokens
+(sampling/multi_turn.py). What would make the tokens other than the run's own, and each field that is not in REQUEST_FIELDS,
+gets a 400 that says why. A client that repeats its request before the answer, as OpenAI's does after a time-out, waits for
+the same answer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from grpo_megatron.environments.environment import ChatMessage, TurnRequest, check_call, plain_json, plain_request
+from grpo_megatron.environments.environment import (
+    ChatMessage,
+    TurnRequest,
+    check_call,
+    plain_json,
+    plain_request,
+    written_turn,
+)
 from grpo_megatron.environments.tool_environment import Call, parse_calls
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe, valid_text
@@ -64,6 +72,7 @@ class Reply:
     tokens: list[tuple[str, float]]  # with log-probabilities
     prompt_tokens: int
     number: int
+    stopped_by: str | None = None  # a text of the request's `stop`
 
     @property
     def message(self) -> ChatMessage:
@@ -82,12 +91,13 @@ class Reply:
 
 # -- what the run decides ----------------------------------------------------------------------------------------------
 
-CHAT, COMPLETIONS, RESPONSES = "chat/completions", "completions", "responses"
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat/completions", "completions", "responses", "messages"
 ANY: tuple[Any, ...] = (...,)
 READ = {  # protocol -> fields whose values are read
     CHAT: "messages tools max_completion_tokens max_tokens stop",
     COMPLETIONS: "prompt max_tokens stop",
     RESPONSES: "input instructions previous_response_id tools max_output_tokens stop",
+    MESSAGES: "messages system tools max_tokens stop_sequences",
 }
 UNSEEN = (  # no token depends on them
     "model temperature user metadata store stream_options service_tier safety_identifier prompt_cache_key"
@@ -114,15 +124,18 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # field of OpenAI's or vLLM's server ->
 }
 REQUEST_FIELDS = {  # protocol -> field -> accepted values; null is accepted as absence everywhere
     form: {**dict.fromkeys(f"{UNSEEN} {read}".split(), ANY), **NEUTRAL, "logprobs": values}
-    for (form, read), values in zip(READ.items(), ((True, False), (0, 1), ()), strict=True)
+    for (form, read), values in zip(READ.items(), ((True, False), (0, 1), (), ()), strict=True)
+}
+REQUEST_FIELDS[MESSAGES] |= {
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": False}),
 }
 WHY = {
+    "seed": "the run's seeds decide the tokens, so that the samples of a group differ and a run can be repeated",
     "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
     "top_logprobs": "the run records the log-probabilities of the generated tokens only",
     "parallel_tool_calls": "the model writes as many calls as it does",
-    **dict.fromkeys(
-        ("chat_template", "chat_template_kwargs", "documents"), "the run decides how messages are rendered"
-    ),
+    **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), "the run renders the messages"),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
@@ -177,9 +190,7 @@ def _listed(body: Json, name: str) -> list[Any]:
 
 def _tools(body: Json, *, are_flat: bool = False) -> list[Any]:
     tools = _listed(body, "tools")
-    if (
-        are_flat
-    ):  # as responses has them; `strict` would need guided decoding, and the model's arguments are what it writes
+    if are_flat:  # as responses has them; `strict` would need guided decoding
         inner = [{name: value for name, value in tool.items() if name not in ("type", "strict")} for tool in tools]
         tools = [{"type": tool.get("type"), "function": one} for tool, one in zip(tools, inner, strict=True)]
     for tool in tools:
@@ -201,7 +212,7 @@ def _turn_request(body: Json, *limits: str, tools: list[Any], prompt: str | list
     return request
 
 
-# -- the three forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
+# -- the four forms: request -> ClientRequest, Reply -> response ------------------------------------------------------
 
 
 def read_chat(body: Json, conversation: Conversation) -> ClientRequest:
@@ -260,8 +271,42 @@ def read_responses(body: Json, conversation: Conversation) -> ClientRequest:
     return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
 
 
+def read_messages(body: Json, conversation: Conversation) -> ClientRequest:
+    """Reads a request of Anthropic's messages. A user's message with results of tools is several messages here."""
+    system = _content(body.get("system"))
+    messages: list[ChatMessage] = [{"role": "system", "content": system}] if system else []
+    for message in _listed(body, "messages"):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant"):
+            raise RefusedError(f"a message of the role {str(role)[:80]!r}: user or assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _listed(message, "content")
+        read: list[ChatMessage] = [{"role": role, "content": ""}] if role == "assistant" else []
+        for block in blocks:
+            kind = block.get("type")
+            if kind == "text":
+                if not read or read[-1]["role"] == "tool":
+                    read.append({"role": role, "content": ""})
+                read[-1]["content"] += _content([block])
+            elif kind == "tool_use" and role == "assistant":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"))}
+                call = {"id": block.get("id"), "type": "function", "function": function}
+                read[-1] = _message({**read[-1], "tool_calls": [*read[-1].get("tool_calls", []), call]})
+            elif kind == "tool_result" and role == "user":
+                text = _content(block.get("content"))
+                read.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+            else:
+                raise RefusedError(f"a block of the type {str(kind)[:80]!r} of the role {role} is not read")
+        messages += read or [{"role": role, "content": ""}]
+    names = {"type": "type", "name": "name", "description": "description", "input_schema": "parameters"}
+    tools = [{to: tool[name] for name, to in names.items() if name in tool} for tool in _listed(body, "tools")]
+    tools = [{**tool, "type": "function" if tool.get("type") in (None, "custom") else tool["type"]} for tool in tools]
+    tools = _tools({"tools": tools}, are_flat=True)
+    request = _turn_request({**body, "stop": body.get("stop_sequences")}, "max_tokens", tools=tools)
+    return ClientRequest(messages, request, False, bool(body.get("stream")), _reads_calls(body))
+
+
 def _reads_calls(body: Json) -> bool:
-    return body.get("tool_choice") != "none"
+    return body.get("tool_choice") not in ("none", {"type": "none"})
 
 
 def _streams_usage(body: Json) -> bool:
@@ -283,12 +328,8 @@ def write_chat(reply: Reply, model: str, question: ClientRequest) -> tuple[Json,
         nothing: Json = {"bytes": None, "top_logprobs": []}
         content = [{"token": text, "logprob": value, **nothing} for text, value in reply.tokens]
         choice["logprobs"] = {"content": content, "refusal": None}
-    response = {
-        **head,
-        "object": "chat.completion",
-        "choices": [{**choice, "message": reply.message}],
-        "usage": reply.usage,
-    }
+    choices = [{**choice, "message": reply.message}]
+    response = {**head, "object": "chat.completion", "choices": choices, "usage": reply.usage}
     delta = dict(reply.message)
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
@@ -345,10 +386,38 @@ def write_responses(reply: Reply, model: str, question: ClientRequest) -> tuple[
     return response, [{**event, "sequence_number": number} for number, event in enumerate(events)]
 
 
+STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
+
+
+def write_messages(reply: Reply, model: str, question: ClientRequest) -> tuple[Json, list[Json]]:
+    """Returns the same as `write_chat`."""
+    content: list[Json] = []
+    added: list[tuple[Json, Json]] = []  # of each block: its fields as it begins, and what follows
+    if reply.content:
+        content.append({"type": "text", "text": reply.content})
+        added.append(({"text": ""}, {"type": "text_delta", "text": reply.content}))
+    for key, name, arguments in reply.calls:
+        content.append({"type": "tool_use", "id": key, "name": name, "input": json.loads(arguments)})
+        added.append(({"input": {}}, {"type": "input_json_delta", "partial_json": arguments}))
+    reason = STOP_REASONS.get(reply.finish_reason, "stop_sequence" if reply.stopped_by is not None else "end_turn")
+    end = {"stop_reason": reason, "stop_sequence": reply.stopped_by if reason == "stop_sequence" else None}
+    usage = {"input_tokens": reply.prompt_tokens, "output_tokens": len(reply.tokens)}
+    head: Json = {"id": f"msg_{reply.number}", "type": "message", "role": "assistant", "model": model}
+    start = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": {**usage, "output_tokens": 0}}
+    events: list[Json] = [{"type": "message_start", "message": start}]
+    for place, (block, (empty, delta)) in enumerate(zip(content, added, strict=True)):
+        events.append({"type": "content_block_start", "index": place, "content_block": {**block, **empty}})
+        events.append({"type": "content_block_delta", "index": place, "delta": delta})
+        events.append({"type": "content_block_stop", "index": place})
+    events += [{"type": "message_delta", "delta": end, "usage": usage}, {"type": "message_stop"}]
+    return {**head, "content": content, **end, "usage": usage}, events
+
+
 PROTOCOLS: dict[str, tuple[Callable[[Json, Conversation], ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
     CHAT: (read_chat, write_chat),
     COMPLETIONS: (read_completions, write_completions),
     RESPONSES: (read_responses, write_responses),
+    MESSAGES: (read_messages, write_messages),
 }
 
 
@@ -416,8 +485,10 @@ class Conversation:
     def add(self, question: ClientRequest, turn: Json) -> Reply:
         """Adds the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
         text, finish = turn["text"], turn["finish_reason"]
+        stopped_by = None
         for stop in question.request.stop:
-            text = text.partition(stop)[0]
+            text, found, _ = text.partition(stop)
+            stopped_by = found or stopped_by
         reads_calls = question.request.tools and question.reads_calls
         calls = parse_calls(self.call_format, text) if reads_calls else []
         named: list[tuple[str, str, str]] = []
@@ -430,7 +501,7 @@ class Conversation:
         content = "" if named and self.call_format != "hermes" else content
         tokens = list(zip(turn["tokens"], turn["logprobs"], strict=True))
         finish = "tool_calls" if named else finish
-        reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns)
+        reply = Reply(text, content, named, finish, tokens, turn["prompt_tokens"], self.num_turns, stopped_by)
         self.num_turns, self.tools = self.num_turns + 1, question.request.tools
         self.messages = [*question.messages, reply.message]
         self.histories[f"resp_{reply.number}"] = self.messages
@@ -471,6 +542,9 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
+SERVER: Json = {"http": _Connection, "ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
+
+
 class Endpoint:
     """The server, in a thread. `questions` has what the client asks; `answer` is to be called once for each.
 
@@ -493,14 +567,30 @@ class Endpoint:
         """Begins to answer. Clients that have connected before are answered, too."""
         threading.Thread(target=self._serve, daemon=True).start()
 
-    def _serve(self) -> None:
-        self._loop = asyncio.new_event_loop()
+    def _application(self) -> Starlette:
         posts = Route("/t/{key}/v1/{form:path}", self._post, methods=["POST"])
         models = [Route(f"/t/{{key}}/v1/models{name}", self._models) for name in ("", "/{name:path}")]
-        application = Starlette(routes=[*models, posts])
-        settings: Json = {"log_config": None, "access_log": False, "lifespan": "off"}
-        server = uvicorn.Server(uvicorn.Config(application, http=_Connection, ws="none", **settings))
+        return Starlette(routes=[*models, posts])
+
+    def _serve(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        server = uvicorn.Server(uvicorn.Config(self._application(), **SERVER))
         self._loop.run_until_complete(server.serve(sockets=[self._socket]))
+
+    async def rehearse(self, openai: Any, http: Any) -> None:
+        """Answers one request of OpenAI's client without a connection, for what both sides build at their first use."""
+        self._socket.close()
+        self._loop, application = asyncio.get_running_loop(), self._application()
+        uvicorn.Config(application, **SERVER).load()
+        "localhost".encode("idna")  # imports that encoding
+        client = http.AsyncClient(transport=http.ASGITransport(application))
+        async with openai.AsyncOpenAI(base_url=self.url, api_key=self.key, http_client=client) as asking:
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
+            request = asyncio.create_task(asking.chat.completions.create(model=self._model, messages=messages))
+            while self.questions.empty() and not request.done():
+                await asyncio.sleep(0)
+            self.answer(json.loads(written_turn("x", [1], ["x"], [0.0])))
+            await request
 
     def answer(self, turn: Json) -> None:
         """Gives the model's turn to the client that waits."""
@@ -541,7 +631,7 @@ class Endpoint:
         response, chunks = PROTOCOLS[form][1](reply, self._model, question)
         if not question.streams:
             return JSONResponse(response)
-        return StreamingResponse(_events(chunks, named=form == "responses"), media_type="text/event-stream")
+        return StreamingResponse(_events(chunks, named=form in (RESPONSES, MESSAGES)), media_type="text/event-stream")
 
     async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
         if self._pending is not None and self._pending[0] == body:
@@ -581,7 +671,7 @@ def _without_key() -> Response:
 
 
 def _error(text: str) -> Json:
-    return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
+    return {"type": "error", "error": {"message": text, "type": "invalid_request_error", "param": None, "code": None}}
 
 
 async def _body(request: Request) -> bytes:

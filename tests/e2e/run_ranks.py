@@ -95,6 +95,8 @@ def train(
 
     trainer.collect = recorded  # type: ignore[method-assign]
     result: dict[str, Any] = {"samples": drawn, "rank": run.mesh.rank, "leader": run.mesh.is_replica_leader}
+    if config.rollout.multi_turn.environment is not None:
+        result["log"] = _engine_log(run.placement.generator.engine)
     close = run.close
 
     def keep_then_close() -> None:
@@ -175,6 +177,25 @@ def _content(sample: Any) -> tuple[Any, ...]:
     images = [(image.digest, image.first, zlib.crc32(image.pixels)) for image in sample.prompt.images]
     ids = sample.prompt.prompt_ids, sample.response_ids, sample.loss_mask, images
     return sample.prompt.uid, sample.index, *ids, turns, sample.status, sample.finish_reason, rewards, metrics
+
+
+def _engine_log(engine: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What the engine is given and gives, from now on, in no order."""
+    asked: dict[str, tuple[int, ...]] = {}
+    log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    submit, poll = engine.submit, engine.poll
+
+    def logged_submit(key: str, request: Any, version: int) -> None:
+        asked[key] = tuple(request.prompt_ids)
+        submit(key, request, version)
+
+    def logged_poll() -> Any:
+        finished = poll()
+        log.extend((asked[key], tuple(completion.response_ids)) for key, completion in finished)
+        return finished
+
+    engine.submit, engine.poll = logged_submit, logged_poll
+    return log
 
 
 def _exit_at_an_answer(answers: Any, count: int) -> None:

@@ -62,6 +62,29 @@ def responses() -> float:
     return float((call.name, second.output_text, text) == ("f", "two", "three"))
 
 
+def messages() -> float:
+    """Anthropic's client: a tool, its result beside a text, and a stream that a stop text ends."""
+    from anthropic import Anthropic
+
+    client, model = Anthropic(max_retries=0), os.environ["ANTHROPIC_MODEL"]
+    tool: Any = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+    common: dict[str, Any] = {"model": model, "system": "be brief", "max_tokens": 7, "tools": [tool]}
+    first = client.messages.create(**common, messages=[USER])
+    text, call = first.content
+    assert (text.text, call.input, first.stop_reason) == ("I look.", {"y": 1}, "tool_use")  # type: ignore[union-attr]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "7"}  # type: ignore[union-attr]
+    said: list[Any] = [USER, {"role": "assistant", "content": first.content}]
+    said.append({"role": "user", "content": [result, {"type": "text", "text": "and?"}]})
+    with client.messages.stream(**common, messages=said, stop_sequences=["END"]) as stream:
+        texts, second = "".join(stream.text_stream), stream.get_final_message()
+    assert (second.stop_reason, second.stop_sequence, second.usage.input_tokens) == ("stop_sequence", "END", 9), second
+    with client.messages.stream(
+        **common, messages=[*said, {"role": "assistant", "content": second.content}, USER]
+    ) as s:
+        [last] = s.get_final_message().content
+    return float((texts, last.name, last.input) == ("so 1 ", "f", {"y": 1}))  # type: ignore[union-attr]
+
+
 def completions() -> float:
     first = CLIENT.completions.create(model="policy", prompt="ab", max_tokens=3).choices[0].text
     second = CLIENT.completions.create(model="policy", prompt=f"ab{first}cd").choices[0].text
@@ -80,7 +103,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
     "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
-    "chat_template_kwargs": ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "rendered"),
+    "chat_template_kwargs": (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "the run renders the messages",
+    ),
     "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "it is not read here; leave it out"),
     "seed": ({"seed": 2}, "leave it out"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),

@@ -237,6 +237,7 @@ USER, SAID = {"role": "user", "content": "hello"}, {"role": "assistant", "conten
 TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 CALLED = {**SAID, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}
 FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+NAMED = {"name": "f", "input_schema": {"type": "object"}}
 ASKED: dict[str, list[Any]] = {  # form -> requests of one conversation, whose answers are "one" and "two"
     "chat/completions": [
         {"model": "policy", "messages": [USER], "tools": [TOOL], "max_tokens": 7, "stop": ["END"], "logprobs": True},
@@ -246,6 +247,16 @@ ASKED: dict[str, list[Any]] = {  # form -> requests of one conversation, whose a
     "responses": [
         {"input": "hello", "instructions": "be brief", "tools": [FLAT], "store": False, "include": []},
         {"input": [{"type": "message", **USER}], "previous_response_id": "resp_0", "tools": [FLAT], "top_p": 1},
+    ],
+    "messages": [
+        {"messages": [USER], "system": "be brief", "tools": [NAMED], "max_tokens": 7, "thinking": {"type": "disabled"}},
+        {
+            "messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "one"}]}, USER],
+            "system": [{"type": "text", "text": "be brief"}],
+            "tools": [NAMED],
+            "max_tokens": 9,
+            "stream": True,
+        },
     ],
 }
 TOKEN_IDS = [{"prompt": [1, 2]}, {"prompt": [1, 2, 5, 6, 3]}]
@@ -279,6 +290,11 @@ REFUSED_REQUESTS: list[tuple[str, Any, str]] = [  # form, changes of its first r
     ("responses", {"tools": [{"type": "web_search"}]}, "only functions are known"),
     ("responses", {"previous_response_id": "resp_7"}, "no answer here has this id"),
     ("responses", {"input": [{"type": "item_reference", "id": "x"}]}, "is not read"),
+    ("messages", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only functions are known"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "of the type 'image'"),
+    ("messages", {"messages": [{"role": "system", "content": "x"}]}, "user or assistant"),
+    ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "leave it out, or set"),
+    ("messages", {"tool_choice": {"type": "any"}}, "leave it out, or set"),
     ("completions", b'{"prompt": "' + b"[" * 50_000, "cannot be read"),
     ("completions", b"[" * 50_000, "RecursionError"),
     ("completions", b'{"prompt": "a", "temperature": NaN}', "not JSON compliant"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import sys
@@ -84,6 +86,7 @@ def test_two_turns_with_a_tool(command: list[str]) -> None:
     [
         ("streams", ["one"]),
         ("responses", [CALL, "two", "three"]),
+        ("messages", [f"I look. {CALL}", "so 1 END", CALL]),
         ("completions", ["one", "two"]),
         pytest.param("token_ids", ["one", "two"], marks=pytest.mark.soak),
         ("refused", ["one"]),
@@ -95,6 +98,9 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     assert all(outcome.step for outcome in outcomes), outcomes
     end = outcomes[-1].step
     assert end and (end.done, end.reward) == (True, 1.0)
+    if name == "messages":
+        assert outcomes[0].step and outcomes[0].step.request == TurnRequest([TOOL], 7)
+        assert outcomes[1].step and [message["role"] for message in outcomes[1].step.messages] == ["tool", "user"]
     if name == "completions":
         assert outcomes[1].step and outcomes[1].step.request == TurnRequest(prompt="cd")
     if name == "token_ids":
@@ -157,6 +163,16 @@ def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) ->
 def test_a_command_that_cannot_be_run_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CommandEnvironment(**wrong)
+
+
+def test_a_rehearsed_request_leaves_nothing_that_a_fork_would_copy() -> None:
+    """Neither a thread nor an open socket; `preload` would hide an error."""
+    import httpx2
+    import openai
+
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    asyncio.run(Endpoint("policy", 1.0, "hermes").rehearse(openai, httpx2))
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
 def test_the_turn_is_plain_json() -> None:

@@ -12,6 +12,7 @@
     python -m tools.benchmarks waiting [--steps 12]
     python -m tools.benchmarks roles [--steps 12] [--decode 0.025] [--update 0.8]
     python -m tools.benchmarks sandboxes [--count 1000]
+    python -m tools.benchmarks endpoint [--count 128]
     python -m tools.benchmarks saving [--steps 5] [--folder DIR]
     python -m tools.benchmarks scale [--ranks 64 512 4096] [--samples 65536]
     python -m tools.benchmarks trace [--workload 0.4M] [--steps 4] [--prompts N]
@@ -45,6 +46,7 @@ waiting: two ranks with responses of very different lengths: steps that wait for
 of one rank beside requests that ranks share. roles: steps of ranks that train and sample in turn beside ranks of two roles.
 
 sandboxes: a step's task folders in local sandboxes: start, memory while idle, a command, the verifier, the sweep.
+endpoint: an agent that speaks OpenAI's API beside the same environment as a class, four turns.
 
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
 a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
@@ -81,6 +83,12 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "overlap": ("rollouts", "add_overlap_arguments", "overlap", "rewards graded during and after generation"),
     "waiting": ("rollouts", "add_waiting_arguments", "waiting", "partial rollouts, and requests that ranks share"),
     "sandboxes": ("sandboxes", "add_arguments", "sandboxes", "task folders in local sandboxes"),
+    "endpoint": (
+        "endpoint",
+        "add_arguments",
+        "endpoint",
+        "an agent of OpenAI's API, beside the same environment as a class",
+    ),
     "passes": ("training", "add_passes_arguments", "passes", "training with and without passes that can be left out"),
     "head": ("training", "add_head_arguments", "measure_head", "the output head by torch and by fused kernels"),
     "tower": ("training", "add_tower_arguments", "measure_tower", "the vision tower, beside transformers'"),

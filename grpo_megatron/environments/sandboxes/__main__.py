@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Any
 
-from grpo_megatron.data.folders import FolderTask
-from grpo_megatron.environments.sandboxes.backend import Sandbox, SandboxLimits
-from grpo_megatron.registry import import_function
-
-ATTACHED_S = 600.0
+from grpo_megatron.environments.sandboxes.backend import run_attached
 
 
 def main() -> None:
     """Prints the output, and exits with the exit code; 124: it was ended, and stderr says why."""
-    state, command = json.loads(sys.argv[1]), sys.argv[2]
-    backend: Any = import_function(state["class"])
-    sandbox: Sandbox = backend(FolderTask("attached", ""), SandboxLimits(**state["limits"]), **state["chosen"])
-    sandbox.attach(state["state"])
-    result = sandbox.run(["bash", "-c", command], ATTACHED_S, stdin=b"", variables=state["variables"])
+    result = run_attached(sys.argv[1:2], sys.argv[2])
     sys.stdout.buffer.write(result.output)
     sys.stdout.flush()
     if result.problem:

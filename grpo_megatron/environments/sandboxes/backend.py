@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import select
 import tarfile
@@ -21,13 +22,14 @@ from typing import Any, ClassVar, TypeVar
 
 from grpo_megatron.data.folders import FolderTask
 from grpo_megatron.processes.process import describe_exit, end_tree
-from grpo_megatron.registry import Registry
+from grpo_megatron.registry import Registry, import_function
 
 T = TypeVar("T")
 ATTEMPTS, PAUSE_S = 3, 0.5  # of what fails in the machinery; seconds before the second one
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 EXCESS_LOOK_S = 0.03  # between looks at a running command, at least; a look takes at most a tenth of the time
 TRANSFER_S = 120.0  # of a read or a write
+ATTACHED_S = 600.0  # of a command that an agent of its own runs
 
 
 class SandboxError(RuntimeError):
@@ -98,6 +100,12 @@ class Sandbox(ABC):
     def stop(self) -> None:
         """Ends all and removes all. Idempotent."""
 
+    def check_folder(self) -> None:
+        """Raises ValueError where the task's image names no working folder."""
+        if self.folder == "/":
+            text = "its image has no WORKDIR, in which the agent works; add one to the Dockerfile"
+            raise ValueError(f"task {self.task.name}: {text}")
+
     def end_processes(self) -> None:  # noqa: B027 - optional
         """Ends all that still runs; files stay."""
 
@@ -150,8 +158,22 @@ class Sandbox(ABC):
 
 
 backends: Registry[type[Sandbox]] = Registry(
-    "sandbox", [f"grpo_megatron.environments.sandboxes.{name}" for name in ("local", "containers")], "my_module:Class"
+    "sandbox",
+    [f"grpo_megatron.environments.sandboxes.{name}" for name in ("local", "containers", "hosted")],
+    "my_module:Class",
 )
+
+
+def run_attached(sandbox: Sequence[str], command: str, timeout_s: float = ATTACHED_S) -> CommandResult:
+    """Runs a command in a sandbox that an environment has started. `sandbox`: the agent's `row["sandbox"]`.
+
+    It is the same as to run the program [*sandbox, command], without the start of a Python.
+    """
+    state = json.loads(sandbox[-1])
+    backend: Any = import_function(state["class"])
+    attached: Sandbox = backend(FolderTask("attached", ""), SandboxLimits(**state["limits"]), **state["chosen"])
+    attached.attach(state["state"])
+    return attached.run(["bash", "-c", command], timeout_s, variables=state["variables"])
 
 
 def make_archive(files: Mapping[str, Path | bytes]) -> bytes:

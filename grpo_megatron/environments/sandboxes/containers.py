@@ -83,12 +83,7 @@ class DockerSandbox(Sandbox):
     @classmethod
     def _image_of(cls, task: FolderTask) -> str:
         """Returns the name of the task's image, which is built or pulled once. Raises SandboxError, ValueError."""
-        if task.image is None and task.dockerfile is None:
-            raise ValueError(
-                f"task {task.name}: the sandbox backend {cls.engine} needs an image, and there is no {task.context}/Dockerfile;"
-                " write one, or name environment.docker_image in task.toml"
-            )
-        image = task.image or f"grpo-megatron/{digest_of(task.context)[:24]}"  # type: ignore[arg-type]
+        image = image_of_task(task, cls.engine)
         try:
             cls._call("image", "inspect", image, "--format", "{{.Id}}")
         except SandboxError:
@@ -114,28 +109,12 @@ class DockerSandbox(Sandbox):
         ]
         chosen = [f"--{name}={value}" for name, value in bounds.items()]
         chosen += [f"--ulimit=fsize={limits.disk_mib << 20}", f"--ulimit=nofile={MAX_OPEN_FILES}"]
-        run = [
-            "run",
-            "-d",
-            "--init",
-            "--label",
-            f"{LABEL}={owner}",
-            *chosen,
-            *walls,
-            "--entrypoint",
-            "sh",
-            image,
-            "-c",
-            WAIT_FOREVER,
-        ]
         self._id = str(bounds["name"])
         try:
-            self._call(*run)
+            label = ("--label", f"{LABEL}={owner}")
+            self._call("run", "-d", "--init", *label, *chosen, *walls, "--entrypoint", "sh", image, "-c", WAIT_FOREVER)
             self.folder = self.folder or self._call("inspect", "--format", "{{.Config.WorkingDir}}", self._id) or "/"
-            if self.folder == "/":
-                raise ValueError(
-                    f"task {self.task.name}: its image has no WORKDIR, in which the agent works; add one to the Dockerfile"
-                )
+            self.check_folder()
         except BaseException:
             self.stop()
             raise
@@ -194,6 +173,16 @@ def _spawned(command: list[str]) -> Callable[[int, int], int]:
         return os.posix_spawnp(command[0], command, os.environ, file_actions=actions, setsid=True)
 
     return start
+
+
+def image_of_task(task: FolderTask, backend: str) -> str:
+    """Returns the name of the task's image: its own, or one for the content of its folder. Raises ValueError."""
+    if task.image is None and task.dockerfile is None:
+        raise ValueError(
+            f"task {task.name}: the sandbox backend {backend} needs an image, and there is no {task.context}/Dockerfile;"
+            " write one, or name environment.docker_image in task.toml"
+        )
+    return task.image or f"grpo-megatron/{digest_of(task.context)[:24]}"  # type: ignore[arg-type]
 
 
 def digest_of(folder: Path) -> str:

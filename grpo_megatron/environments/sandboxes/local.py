@@ -36,18 +36,8 @@ from grpo_megatron.processes.process import MARK, child_pids, tree
 from grpo_megatron.storage.files import private_folder, remove_leftovers
 
 SYSTEM_PATHS = (
-    *(
-        "/usr",
-        "/bin",
-        "/sbin",
-        "/lib",
-        "/lib32",
-        "/lib64",
-        "/libx32",
-        "/etc/alternatives",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-    ),
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"),
     *("/etc/ssl/certs", "/etc/ca-certificates", "/etc/mime.types", "/etc/protocols", "/etc/services"),
 )
 SYSTEM = {Path(path).parts[1] for path in SYSTEM_PATHS} | {"dev", "proc", "sys"}  # no folder of a sandbox is called so
@@ -136,21 +126,11 @@ class LocalSandbox(Sandbox):
             "folder": self.folder,
             "network": self.limits.network,
         }
-        settings = {
-            "root": root,
-            "uid": self._uid,
-            "cores": self.limits.cpus,
-            "cpu_s": int(timeout_s * self.limits.cpus) + 2,
-            "file": self.limits.disk_mib * MIB,
-            "processes": self.limits.processes,
-        }
-        environment = {
-            "PATH": PATH,
-            "HOME": "/root",
-            "LANG": "C.UTF-8",
-            "TMPDIR": "/tmp",
-            "OMP_NUM_THREADS": str(self.limits.cpus),
-        }
+        limits = self.limits
+        settings = {"root": root, "uid": self._uid, "cores": limits.cpus, "cpu_s": int(timeout_s * limits.cpus) + 2}
+        settings |= {"file": limits.disk_mib * MIB, "processes": limits.processes}
+        environment = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+        environment |= {"OMP_NUM_THREADS": str(self.limits.cpus)}
         environment |= {**self._variables, **(variables or {}), MARK: os.environ.get(MARK, "")}
         alive, writing = os.pipe()  # `writing` is closed when this process ends, however that happens
         try:
