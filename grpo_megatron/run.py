@@ -53,6 +53,7 @@ from grpo_megatron.report.loggers import build_sinks
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.report.step import record_update
+from grpo_megatron.rollout.engine import training_truncation
 from grpo_megatron.sampling.questions import AskedPrompt, prompt_of
 from grpo_megatron.storage.run_files import steps_of
 from grpo_megatron.training.beside import References, build_critic
@@ -259,6 +260,7 @@ class Run:
             version=self.step,
             max_tokens=config.data.max_response_length,
             temperature=config.rollout.temperature,
+            truncation=training_truncation(config.rollout),
             greedy=advantage_estimators.facts(config.algorithm.adv_estimator).needs_greedy_reward,
             metrics=self.metrics,
         )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # The experts that an engine chose: int8 or int16 [tokens, layers with experts x k], -1 or fewer tokens: unknown. None: all are
 TokenRoutes = Optional["ndarray[Any, Any]"]
 
+# The ids that a token was sampled from (rollout.top_k): int32 [ids], an empty array: all of the vocabulary. None: unknown
+KeptIds = Optional["ndarray[Any, Any]"]
+
 
 def route_itemsize(num_experts: int) -> int:
     """Bytes of the number of an expert in `TokenRoutes`, where -1 has a place, too."""
@@ -144,6 +147,7 @@ class Sample:
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
     routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
     scores: Any = field(default=None, kw_only=True, compare=False)  # of a teacher's server (rewards/teacher_server.py)
+    kept: list[KeptIds] = field(default_factory=list, kw_only=True, compare=False)  # of each response token; empty: all
     segments: list[Segment] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
@@ -380,6 +384,8 @@ class Batch:
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
     images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
+    # rollout.top_k, int32 [r + ids] of each row: the number of ids that each response token was sampled from (0: all), the ids
+    kept: list[Tensor] | None = None
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
     teacher: TeacherScores | None = None  # None: no distillation

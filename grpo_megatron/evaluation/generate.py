@@ -103,7 +103,7 @@ def _answer(settings: GenerationSettings, asker: Asker, prompt: Prompt) -> str:
         generator = asker.generator(answers, opened)
     room = min(answers.max_tokens, settings.max_model_len - len(prompt.prompt_ids))
     seed = sample_seed(settings.options.seed, 0, prompt.uid, 0)
-    request = generator.request(prompt, 0, seed, room, answers.temperature, answers.top_p)
+    request = generator.request(prompt, 0, seed, room, answers.temperature, answers.truncation)
     request = replace(request, stop=WatchedStop(request.stop, text.add))
     ids: Sequence[int] | None = None
     reason = "user"

@@ -22,7 +22,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.exact import layers as exact
 from grpo_megatron.models.architecture import Architecture, Routing
 from grpo_megatron.models.layers.divergence import SoftTargets, vocab_parallel_divergence, vocab_parallel_top
-from grpo_megatron.models.layers.head import vocab_parallel_logprobs
+from grpo_megatron.models.layers.head import KeptTargets, vocab_parallel_logprobs
 from grpo_megatron.models.layers.modules import PackedAttention, RMSNorm, TreeParams
 from grpo_megatron.models.layers.spec import (
     GroupLimitedChoice,
@@ -50,6 +50,7 @@ class Targets:
     soft: SoftTargets | None = None
     top_k: int | None = None
     num_ids: int = 0
+    kept: KeptTargets | None = None  # the ids that each target was sampled from
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class LogprobModel(GPTModel):
             assert labels.soft is None and labels.top_k is None, "checks refuse it"
             hidden = exact.whole_sequence(hidden_states, self.config.sequence_parallel)
             states = hidden.squeeze(1)[labels.state_indices]
-            return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, **sizes))
+            return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, labels.kept, **sizes))
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
         else:
@@ -130,7 +131,8 @@ class LogprobModel(GPTModel):
                 states, weight, labels.tokens, labels.top_k, labels.num_ids, **sizes
             )
             return HeadOutput(logprobs, entropy, (top,))
-        numbers = vocab_parallel_logprobs(states, weight, labels.tokens, is_fused=self.has_fused_head, **sizes)
+        sizes |= {"is_fused": self.has_fused_head, "kept": labels.kept}
+        numbers = vocab_parallel_logprobs(states, weight, labels.tokens, **sizes)
         return HeadOutput(*numbers, (states,) if labels.top_k == 0 else ())
 
 
