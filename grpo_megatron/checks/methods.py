@@ -335,7 +335,7 @@ def _truncation(config: Config) -> Problems:
         for key in [k.rollout.top_p] * (rollout.top_p < 1) + [k.rollout.min_p] * (rollout.min_p > 0):
             yield (
                 f"{key} leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set"
-                " rollout.top_k=256, say, which bounds them (1 to 4096), or leave it out (rollout.val_kwargs may differ)"
+                " rollout.top_k=64, say, which bounds them (1 to 4096), or leave it out (rollout.val_kwargs may differ)"
             )
     elif config.teachers:
         yield (

@@ -314,9 +314,9 @@ def _move_tokens(
     """Table row -> (tokens, rollout log-probabilities, routes or None, images, teacher, kept ids) of the rows of this rank.
 
     A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the size and the numbers of its kept
-    ids (`flat_ids`), the width of its routes (0: none), the bytes of one, and their bits. Every rank knows the other sizes from the table. Between two ranks the rows travel in one
-    parcel, in increasing order. Their images follow, the pixels of each different one once, and teachers with their prompts.
-    Collective.
+    ids (`flat_ids`), the width of its routes (0: none), the bytes of one, and their bits. Every rank knows the other sizes from
+    the table. Between two ranks the rows travel in one parcel, in increasing order. Their images follow, the pixels of each
+    different one once, and teachers with their prompts. Collective.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)

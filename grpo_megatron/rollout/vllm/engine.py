@@ -9,10 +9,12 @@ There is no server. Weights never come from a file: the engine is built with dum
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import gc
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -162,9 +164,9 @@ class VllmQueue:
 
 def _kept(flat: Any, start: int, num_top: int) -> KeptIds:
     """Reads the ids behind the sampled token, best first. Processed log-probabilities of other tokens are minus infinity."""
-    first = start + 1
-    size = sum(logprob > -math.inf for logprob in flat.logprobs[first : first + num_top])
-    return np.array(flat.token_ids[first : first + size], dtype=np.int32) if size < num_top else None
+    first, last = start + 1, start + 1 + num_top
+    end = bisect.bisect_left(flat.logprobs, math.inf, first, last, key=operator.neg)
+    return np.array(flat.token_ids[first:end], dtype=np.int32) if end < last else None
 
 
 def _completion(entry: _Entry, output: Any) -> Completion | None:
