@@ -460,7 +460,9 @@ class Run:
         with self.metrics.phase("old_log_prob"):
             if selected_by(config.actor) == "entropy":
                 batch.old_entropy = torch.zeros_like(batch.rollout_logprobs)
-            return self.policy.logprobs(batch, entropies=batch.old_entropy)
+            if advantage_estimators.facts(config.algorithm.adv_estimator).needs_score_norms:
+                batch.squares = torch.zeros_like(batch.rollout_logprobs)
+            return self.policy.logprobs(batch, entropies=batch.old_entropy, squares=batch.squares)
 
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):
@@ -499,6 +501,10 @@ class Run:
         advantage_estimators.get(name)  # raises ValueError, which names the nearest known estimator
         if advantage_estimators.facts(name).needs_values and self.critic is None:
             raise ValueError(f"advantages={name!r} needs the values of a critic; set algorithm.adv_estimator={name}")
+        if advantage_estimators.facts(name).needs_score_norms and name != self.config.algorithm.adv_estimator:
+            raise ValueError(
+                f"advantages={name!r} reads the policy's probabilities; set algorithm.adv_estimator={name}"
+            )
         return self.config.algorithm.model_copy(update={"adv_estimator": name})
 
     def _by_row(self, samples: Sequence[Sample], numbers: Numbers, table: GroupTable) -> Advantages:

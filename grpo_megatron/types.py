@@ -191,6 +191,7 @@ class GroupTable:
     reward_parts: list[list[float]] = field(default_factory=list)  # GDPO: the parts that gdpo_reward_keys names
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
+    score_norms: list[list[float]] = field(default_factory=list)  # of the optimal token baseline, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
     num_kept_tokens: list[int] = field(default_factory=list)  # loss tokens that no correction has rejected; empty: all
     values: list[list[float]] = field(
@@ -224,8 +225,9 @@ class GroupTable:
             shift = 2 if name == "loss_spans" else 1  # so many of a pair's numbers are tokens
             if column := getattr(self, name):
                 columns[name] = [self._moved(column, rows, shift) for rows in parts]
-        if self.token_penalties:
-            columns["token_penalties"] = [[p for row in rows for p in self.token_penalties[row]] for rows in parts]
+        for name in ("token_penalties", "score_norms"):
+            if column := getattr(self, name):
+                columns[name] = [[number for row in rows for number in column[row]] for rows in parts]
         if self.values:
             columns["values"] = [
                 [v for row in rows for v in self.values[row]] if all(self.values[row] for row in rows) else []
@@ -375,6 +377,7 @@ class Batch:
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     old_entropy: Tensor | None = None  # float32 [B, R], of the pass for `old_logprobs`; None: it is not read
+    squares: Tensor | None = None  # float32 [B, R], sums of squared probabilities, as `old_entropy`
     selected: Tensor | None = None  # float32 [B, R], 1 at chosen tokens (algo/selection.py); None: none is chosen
     ages: Tensor | None = None  # float32 [B, R], steps since each token was sampled; None: nothing reads them
     observation_weights: Tensor | None = (

@@ -136,7 +136,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': write a text of the form"),
         ("rollout.temperature=3", "rollout.temperature=3: it is outside the engine's 0.01 to 2"),
         ("rollout.val_kwargs.temperature=0.001", "temperature=0.001: it is outside the engine's 0.01"),
-        ("rollout.top_k=0", "rollout.top_k=0: the ids of each token are recorded; set 1 to 4096, or -1 for all tokens"),
+        ("rollout.top_k=5000", "rollout.top_k=5000: set 4096 or less"),
         ('rollout.stop=["###",""]', "rollout.stop.1='': it is too short"),
         ("reward.components=[" + ", ".join(17 * ["{name: a}"]) + "]", "it has 17 entries; give at most 16"),
     ],

@@ -331,7 +331,7 @@ def _sampling(config: Config) -> Problems:
 def _truncation(config: Config) -> Problems:
     """Checks rollout.top_p, top_k and min_p of training samples."""
     k, rollout = keys_of(config), config.rollout
-    if rollout.top_k < 0:
+    if rollout.top_k < 1:
         for key in [k.rollout.top_p] * (rollout.top_p < 1) + [k.rollout.min_p] * (rollout.min_p > 0):
             yield (
                 f"{key} leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set"

@@ -22,12 +22,6 @@ def _of_the_engine(temperature: float) -> float:
     return temperature
 
 
-def _of_truncation(top_k: int) -> int:
-    if top_k != -1 and not 1 <= top_k <= 4096:
-        raise PydanticCustomError("top_k", "the ids of each token are recorded; set 1 to 4096, or -1 for all tokens")
-    return top_k
-
-
 class ValKwargs(Section):
     """How validation samples: its own values, instead of those of `rollout`."""
 
@@ -102,8 +96,8 @@ class RolloutConfig(Section):
     temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(1.0, gt=0)
     top_p: float = Field(1.0, gt=0, le=1)
     """samples from the fewest likeliest tokens with so much probability, of those that min_p and top_k leave; needs top_k"""
-    top_k: Annotated[int, AfterValidator(_of_truncation)] = -1
-    """samples from so many likeliest tokens; -1: all. The policy's distribution is cut to the same ids
+    top_k: int = Field(-1, ge=-1, le=4096)
+    """samples from so many likeliest tokens; -1 or 0: all. The policy's distribution is cut to the same ids
     (docs/algorithms.md#sampling-from-a-part-of-the-vocabulary)"""
     min_p: float = Field(0.0, ge=0, lt=1)
     """samples from tokens with this share of the likeliest one's probability or more; needs top_k"""

@@ -229,11 +229,6 @@ class AnswerSettings:
     max_prompt_tokens: int = 0  # that an environment may write
 
     @property
-    def truncation(self) -> Truncation:
-        """The tokens that each one is sampled from."""
-        return Truncation(self.top_p, self.top_k)
-
-    @property
     def indices(self) -> list[int]:
         """The indices of each prompt's samples, in order."""
         return sample_indices(self.samples, greedy=self.greedy)
@@ -310,7 +305,7 @@ class Asker:
                         version=WEIGHTS_VERSION,
                         max_tokens=answers.max_tokens,
                         temperature=answers.temperature,
-                        truncation=answers.truncation,
+                        truncation=Truncation(answers.top_p, answers.top_k),
                         greedy=answers.greedy,
                         metrics=Metrics(),
                     ),

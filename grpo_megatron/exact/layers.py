@@ -216,7 +216,7 @@ def _logits(hidden: Tensor, weight: Tensor, ctx: Any, number: int) -> Tensor:
     if ctx.cut is None:
         return logits
     chunk = slice(number * ctx.chunk, (number + 1) * ctx.chunk)
-    return logits.masked_fill_(ctx.cut(chunk, width=len(weight)), -1e30)  # as LOWEST of layers/head.py
+    return logits.masked_fill_(ctx.cut(chunk, width=len(weight)), -1e30)  # MASKED_LOGIT of layers/head.py
 
 
 class ExactAttention(torch.nn.Module):

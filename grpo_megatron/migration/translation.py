@@ -168,13 +168,10 @@ def _leave_out_refused(result: Translation) -> None:
 def _bound_truncation(result: Translation) -> None:
     """Bounds the ids that `top_p` or `min_p` leave, where `top_k` does not."""
     values = {key: value for key, (value, _) in result.values.items()}
-    cuts = [
-        f"{key}={values[key]}"
-        for key, full in (("rollout.top_p", 1), ("rollout.min_p", 0))
-        if values.get(key, full) != full
-    ]
-    if cuts and values.get("rollout.top_k", -1) == -1:
-        result.values["rollout.top_k"] = (64, "")
+    full = {"rollout.top_p": 1, "rollout.min_p": 0}
+    cuts = [f"{key}={values[key]}" for key, all_tokens in full.items() if values.get(key, all_tokens) != all_tokens]
+    if cuts and values.get("rollout.top_k", -1) < 1:
+        result.values["rollout.top_k"] = (64, "bounds the recorded ids")
         result.warnings.append((" and ".join(cuts), "set rollout.top_k=64 too, which bounds the ids that are recorded"))
 
 

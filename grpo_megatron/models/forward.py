@@ -688,18 +688,28 @@ class LanguageModel(ShardedModel):
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(
-        self, batch: Batch, temperature: float | None = None, entropies: Tensor | None = None
+        self,
+        batch: Batch,
+        temperature: float | None = None,
+        entropies: Tensor | None = None,
+        squares: Tensor | None = None,
     ) -> Float[Tensor, "B R"]:
         """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective.
 
-        `entropies` [B, R] gets the entropies at these tokens.
+        `entropies` [B, R] gets the entropies at these tokens, `squares` the sums of the squared probabilities there.
         """
         width = batch.response_mask.shape[1]
 
-        def read(current: Pack, values: Tensor) -> Tensor:
+        def read(current: Pack, values: Tensor, *others: Tensor) -> Tensor:
+            if squares is not None:
+                squares[current.rows] = unpack(others[0], current.lengths, width).cpu()
             return unpack(values, current.lengths, width)
 
-        return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature, entropies)
+        options = {} if squares is None else {"has_squares": True}
+        out = self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature, entropies, **options)
+        if squares is not None:
+            squares.copy_(self.from_last_stage(squares))
+        return out
 
     def distribution(
         self, batch: Batch, top_k: int, num_ids: int, temperature: float | None = None

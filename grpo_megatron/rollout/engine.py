@@ -101,7 +101,7 @@ FULL = Truncation()
 
 def training_truncation(rollout: RolloutConfig) -> Truncation:
     """Returns the truncation of training samples. Tokens that tie with the last one of `top_k` may be kept, too."""
-    if rollout.top_k < 0:
+    if rollout.top_k < 1:
         return FULL
     max_kept = rollout.top_k + max(16, rollout.top_k // 4)
     return Truncation(rollout.top_p, rollout.top_k, rollout.min_p, max_kept)

@@ -61,6 +61,7 @@ def two_steps(file: Path, settings: list[str]) -> list[dict[str, Any]]:
                     "rollout": batch.rollout_logprobs,
                     "old": old,
                     "ref": batch.ref_logprobs,
+                    "squares": batch.squares,
                 }
             )
     return steps
@@ -89,7 +90,14 @@ def test_counts_and_ids_in_one_column() -> None:
 @pytest.mark.parametrize(
     ("engine", "settings"),
     [
-        ("transformers", ["actor.megatron.tensor_model_parallel_size=2", "actor.share_prompts=true"]),
+        (
+            "transformers",
+            [
+                "actor.megatron.tensor_model_parallel_size=2",
+                "actor.share_prompts=true",
+                "algorithm.adv_estimator=optimal_token_baseline",
+            ],
+        ),
         ("transformers", ["model.exact=true"]),
         pytest.param(
             "vllm",
@@ -130,6 +138,8 @@ def test_engine_policy_and_reference_have_the_definition(
                 of_ref = of_reference[t, ids].log_softmax(0)[place]
                 found = [float(batch[name][row, t]) for name in ("rollout", "old", "ref")]
                 errors += [abs(a - float(b)) for a, b in zip(found, (want[place], want[place], of_ref), strict=True)]
+                if batch["squares"] is not None:
+                    errors.append(abs(float(batch["squares"][row, t]) - float((2 * want).exp().sum())))
                 off.append(float(want[place] - logits[t].log_softmax(0)[token]))
                 sizes.append(len(ids))
                 assert "exact" not in str(settings) or found[0] == found[1]

@@ -190,6 +190,12 @@ def test_a_reward_that_is_left_to_the_user_is_one_mistake(tmp_path: Path, capsys
     assert "reward.components=CHANGE_ME" in told and "has no reward of its own" not in told
 
 
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_both_of_verls_optimal_token_baselines_are_one_here(tmp_path: Path, name: str) -> None:
+    text = f"algorithm: {{adv_estimator: {name}}}\nactor_rollout_ref: {{actor: {{calculate_sum_pi_squared: true}}}}\n"
+    assert imported("verl", text, ".yaml", tmp_path)[0].algorithm.adv_estimator == "optimal_token_baseline"
+
+
 def test_a_value_that_is_refused_here_is_left_out_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -201,7 +207,7 @@ def test_a_value_that_is_refused_here_is_left_out_with_the_reason(
     ) and config.algorithm.rollout_correction.rollout_rs_threshold == 4
     assert "rollout_is_threshold:" not in written and "method: dupo" not in written
     warned = capsys.readouterr().err
-    assert "top_k=5000: not written as rollout.top_k: the ids of each token are recorded; set 1 to 4096" in warned
+    assert "top_k=5000: not written as rollout.top_k: set 4096 or less" in warned
     assert "rollout.top_p=0.95: set rollout.top_k=64 too, which bounds the ids" in warned
 
 

@@ -53,13 +53,13 @@ class KeptTargets(NamedTuple):
         return outside[:, :width]
 
 
-LOWEST = -1e30  # stands for minus infinity: finite, so that 0 times it is 0; a bfloat16 number
+MASKED_LOGIT = -1e30  # stands for minus infinity: finite, so that 0 times it is 0; a bfloat16 number
 
 
-def product(hidden: Tensor, weight: Tensor, outside: Tensor | None) -> Tensor:
-    """Computes this rank's logits [n, v] in the weight's type, LOWEST where `outside`."""
+def local_logits(hidden: Tensor, weight: Tensor, outside: Tensor | None) -> Tensor:
+    """Computes this rank's logits [n, v] in the weight's type, MASKED_LOGIT where `outside`."""
     logits = hidden @ weight.T
-    return logits if outside is None else logits.masked_fill_(outside, LOWEST)
+    return logits if outside is None else logits.masked_fill_(outside, MASKED_LOGIT)
 
 
 class ChunkResults(NamedTuple):
@@ -180,7 +180,7 @@ def all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float, outside: Tensor | None = None) -> Tensor:
     """Computes this rank's logits [n, v] in float32, divided by the temperature."""
-    logits = product(hidden, weight, outside).float()
+    logits = local_logits(hidden, weight, outside).float()
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -226,7 +226,7 @@ def _fused_sums(
     """Computes `_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
     from grpo_megatron.models.layers.head_kernel import row_statistics
 
-    logits = product(hidden, weight, outside)
+    logits = local_logits(hidden, weight, outside)
     local_top, total, weighted, at_target = row_statistics(logits, columns, temperature)
     top = local_top.clone()
     all_reduce(top, dist.ReduceOp.MAX, group)
@@ -262,10 +262,35 @@ def _fused_gradient(
     """Computes `_gradient` by a kernel that writes it over the logits."""
     from grpo_megatron.models.layers.head_kernel import write_gradient
 
-    logits, (columns, entropy, lse, *grads) = product(hidden, weight, outside), results
+    logits, (columns, entropy, lse, *grads) = local_logits(hidden, weight, outside), results
     logprob_grads, entropy_grads = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
     write_gradient(logits, columns, lse, entropy, logprob_grads, entropy_grads, temperature)
     return logits
+
+
+@torch.no_grad()
+def vocab_parallel_squares(
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V_local h"],
+    *,
+    vocab_size: int,
+    tp_rank: int,
+    group: Any,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    kept: KeptTargets | None = None,
+) -> Float[Tensor, " N"]:
+    """Returns sum_v p_v^2 of each target's distribution [N], float32. Arguments as of `vocab_parallel_logprobs`."""
+    first = tp_rank * weight.shape[0]
+    rows, parts = weight[: max(0, min(weight.shape[0], vocab_size - first))], [hidden.new_zeros(0).float()]
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        outside = None if kept is None else kept.outside(part, first, len(rows))
+        exp = shifted_logits(hidden[part], rows, temperature, group, outside)[0].exp()
+        sums = torch.stack([exp.sum(1), exp.square().sum(1)])
+        all_reduce(sums, dist.ReduceOp.SUM, group)
+        parts.append(sums[1] / sums[0].square())
+    return torch.cat(parts)
 
 
 def vocab_parallel_logprobs(

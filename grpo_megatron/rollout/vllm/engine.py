@@ -105,9 +105,8 @@ class VllmQueue:
         """Queues a request with its `params`."""
         name = self._engine.add_request(request_id, self.inputs.prompt(request.prompt_ids, request.images), params)
         written = list(request.written)
-        entry = _Entry(
-            self._num_submitted, request.stop, request.num_written, written, num_top=params.logprobs, engine_id=name
-        )
+        entry = _Entry(self._num_submitted, request.stop, request.num_written, written, engine_id=name)
+        entry.num_top = params.logprobs
         self._entries[request_id] = entry
         self._num_submitted += 1
 
