@@ -53,6 +53,7 @@ from grpo_megatron.report.loggers import build_sinks
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.report.step import record_update
+from grpo_megatron.rollout.engine import training_truncation
 from grpo_megatron.sampling.questions import AskedPrompt, prompt_of
 from grpo_megatron.storage.run_files import steps_of
 from grpo_megatron.training.beside import References, build_critic
@@ -259,6 +260,7 @@ class Run:
             version=self.step,
             max_tokens=config.data.max_response_length,
             temperature=config.rollout.temperature,
+            truncation=training_truncation(config.rollout),
             greedy=advantage_estimators.facts(config.algorithm.adv_estimator).needs_greedy_reward,
             limits_by_prompt=n is None,
             metrics=self.metrics,
@@ -459,7 +461,9 @@ class Run:
         with self.metrics.phase("old_log_prob"):
             if selected_by(config.actor) == "entropy":
                 batch.old_entropy = torch.zeros_like(batch.rollout_logprobs)
-            return self.policy.logprobs(batch, entropies=batch.old_entropy)
+            if advantage_estimators.facts(config.algorithm.adv_estimator).needs_score_norms:
+                batch.squares = torch.zeros_like(batch.rollout_logprobs)
+            return self.policy.logprobs(batch, entropies=batch.old_entropy, squares=batch.squares)
 
     def _ref_logprobs(self, batch: Batch) -> torch.Tensor | None:
         with self.metrics.phase("ref"):
@@ -498,6 +502,10 @@ class Run:
         advantage_estimators.get(name)  # raises ValueError, which names the nearest known estimator
         if advantage_estimators.facts(name).needs_values and self.critic is None:
             raise ValueError(f"advantages={name!r} needs the values of a critic; set algorithm.adv_estimator={name}")
+        if advantage_estimators.facts(name).needs_score_norms and name != self.config.algorithm.adv_estimator:
+            raise ValueError(
+                f"advantages={name!r} reads the policy's probabilities; set algorithm.adv_estimator={name}"
+            )
         return self.config.algorithm.model_copy(update={"adv_estimator": name})
 
     def _by_row(self, samples: Sequence[Sample], numbers: Numbers, table: GroupTable) -> Advantages:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 # The experts that an engine chose: int8 or int16 [tokens, layers with experts x k], -1 or fewer tokens: unknown. None: all are
 TokenRoutes = Optional["ndarray[Any, Any]"]
 
+# The ids that a token was sampled from (rollout.top_k): int32 [ids], an empty array: all of the vocabulary. None: unknown
+KeptIds = Optional["ndarray[Any, Any]"]
+
 
 def route_itemsize(num_experts: int) -> int:
     """Bytes of the number of an expert in `TokenRoutes`, where -1 has a place, too."""
@@ -148,6 +151,7 @@ class Sample:
     is_replayed: bool = field(default=False, kw_only=True)  # an earlier step had it, too
     routes: TokenRoutes = field(default=None, kw_only=True, compare=False)  # of prompt and response
     scores: Any = field(default=None, kw_only=True, compare=False)  # of a teacher's server (rewards/teacher_server.py)
+    kept: list[KeptIds] = field(default_factory=list, kw_only=True, compare=False)  # of each response token; empty: all
     segments: list[Segment] = field(
         default_factory=list, kw_only=True
     )  # of rollout.partial, in order; empty: one, of `version`
@@ -191,6 +195,7 @@ class GroupTable:
     reward_parts: list[list[float]] = field(default_factory=list)  # GDPO: the parts that gdpo_reward_keys names
     greedy_reward: list[float] = field(default_factory=list)  # of the prompt's greedy response; NaN: unknown
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
+    score_norms: list[list[float]] = field(default_factory=list)  # of the optimal token baseline, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
     num_kept_tokens: list[int] = field(default_factory=list)  # loss tokens that no correction has rejected; empty: all
     values: list[list[float]] = field(
@@ -224,8 +229,9 @@ class GroupTable:
             shift = 2 if name == "loss_spans" else 1  # so many of a pair's numbers are tokens
             if column := getattr(self, name):
                 columns[name] = [self._moved(column, rows, shift) for rows in parts]
-        if self.token_penalties:
-            columns["token_penalties"] = [[p for row in rows for p in self.token_penalties[row]] for rows in parts]
+        for name in ("token_penalties", "score_norms"):
+            if column := getattr(self, name):
+                columns[name] = [[number for row in rows for number in column[row]] for rows in parts]
         if self.values:
             columns["values"] = [
                 [v for row in rows for v in self.values[row]] if all(self.values[row] for row in rows) else []
@@ -375,6 +381,7 @@ class Batch:
     ref_logprobs: Tensor | None = None
     correction: Tensor | None = None  # float32 [B, R], multiplies the policy loss; None: 1
     old_entropy: Tensor | None = None  # float32 [B, R], of the pass for `old_logprobs`; None: it is not read
+    squares: Tensor | None = None  # float32 [B, R], sums of squared probabilities, as `old_entropy`
     selected: Tensor | None = None  # float32 [B, R], 1 at chosen tokens (algo/selection.py); None: none is chosen
     ages: Tensor | None = None  # float32 [B, R], steps since each token was sampled; None: nothing reads them
     observation_weights: Tensor | None = (
@@ -384,6 +391,8 @@ class Batch:
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
     images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
+    # rollout.top_k, int32 [r + ids] of each row: the number of ids that each response token was sampled from (0: all), the ids
+    kept: list[Tensor] | None = None
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
     teacher: TeacherScores | None = None  # None: no distillation

@@ -24,7 +24,7 @@ from grpo_megatron.report import metrics as sinks_module
 from grpo_megatron.report.console import Summary
 from grpo_megatron.report.metrics import Sink
 from grpo_megatron.rewards.reward import RewardItem, RewardResult
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, stable_hash
+from grpo_megatron.rollout.engine import FULL, Completion, Request, RolloutEngine, stable_hash
 from grpo_megatron.sampling.collector import Group, State
 from grpo_megatron.sampling.multi_turn import Answer, Trajectory, TrajectoryLimits
 from grpo_megatron.sync.digest import Expected
@@ -235,7 +235,8 @@ END = 99  # the token that ends a turn
 
 def trajectory(number: int, **changes: object) -> Trajectory:
     settings = {"row": {"number": number}, "environment_seed": 7, "seed": number, "limits": LIMITS}
-    return Trajectory(key=f"t{number}", temperature=1.0, top_p=1.0, version=3, **{**settings, **changes})  # type: ignore[arg-type]
+    settings |= {"temperature": 1.0, "truncation": FULL, "version": 3}
+    return Trajectory(key=f"t{number}", **{**settings, **changes})  # type: ignore[arg-type]
 
 
 class FakeEngine:

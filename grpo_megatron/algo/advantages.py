@@ -43,6 +43,7 @@ class EstimatorFacts:
     needs_greedy_reward: bool = False  # reads the reward of each prompt's greedy response
     needs_step_rewards: bool = False  # reads the rewards of single steps
     needs_reward_parts: bool = False  # reads the parts of a reward
+    needs_score_norms: bool = False  # reads 1 - 2 p + sum p^2 of each token of the policy before the update
     needs_values: bool = False  # reads the critic's values: the run has a critic
     ignores_token_penalties: bool = False  # a KL penalty in the reward does not reach the advantages
     scores: Literal["", "response", "step"] = ""  # made for a loss of a scalar head (LossFacts.scores)

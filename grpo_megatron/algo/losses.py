@@ -239,7 +239,8 @@ def selected_by(actor: ActorConfig) -> str:
 
 def needs_old_logprobs(algorithm: AlgorithmConfig, actor: ActorConfig) -> bool:
     """Tests that the loss or the reward reads the policy's log-probabilities from before the update."""
-    return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm)
+    needs_norms = advantage_estimators.facts(algorithm.adv_estimator).needs_score_norms
+    return not loss_facts(actor).is_likelihood or has_kl_in_reward(algorithm) or needs_norms
 
 
 def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_batch_size: int) -> list[str]:
@@ -253,6 +254,8 @@ def reasons_for_old_pass(algorithm: AlgorithmConfig, actor: ActorConfig, train_b
         reasons.append(f"{num_updates} optimizer steps per rollout read the first one's")
     if has_kl_in_reward(algorithm):
         reasons.append("the KL in the reward changes the advantages")
+    if advantage_estimators.facts(algorithm.adv_estimator).needs_score_norms:
+        reasons.append(f"adv_estimator={algorithm.adv_estimator} reads the policy's probabilities")
     rejection = algorithm.rollout_correction.rollout_rs
     if rejection is not None and is_corrected(algorithm, actor):
         reasons.append(f"rollout_rs={rejection} changes the token counts of the loss")
@@ -277,7 +280,8 @@ def forward_only_at_zero_advantage(algorithm: AlgorithmConfig, actor: ActorConfi
     The loss is then weight x policy loss alone, and the policy loss is a multiple of the advantage.
     """
     is_proportional = loss_facts(actor).is_proportional
-    is_final = not has_kl_in_reward(algorithm) and not advantage_estimators.facts(algorithm.adv_estimator).needs_values
+    facts = advantage_estimators.facts(algorithm.adv_estimator)
+    is_final = not has_kl_in_reward(algorithm) and not facts.needs_values and not facts.needs_score_norms
     other_terms = (actor.entropy_coeff, actor.entropy_target, actor.echo_coef)
     return is_proportional and is_final and not has_kl_loss(actor) and not any(other_terms)
 

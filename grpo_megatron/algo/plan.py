@@ -387,13 +387,13 @@ def weigh(
 ) -> Plan:
     """The assigned plan with its token weights and final advantages. Call it once, when log-probabilities are known.
 
-    Columns of `table` that need log-probabilities: `token_penalties` (a KL penalty in the reward) and `values` (of a
-    critic) change the advantages. `num_kept_tokens` (without the tokens that a correction has rejected) changes the
+    Columns of `table` that need log-probabilities: `token_penalties` (a KL penalty in the reward), `score_norms` and `values`
+    (of a critic) change the advantages. `num_kept_tokens` (without the tokens that a correction has rejected) changes the
     counts, and a mini-batch without a kept token is dropped. `max_response_length`, in tokens, is L of
     seq-mean-token-sum-norm when `loss_scale_factor` is null. No row changes its rank.
     """
     advantages = plan.advantages
-    if table.token_penalties or table.values:
+    if table.token_penalties or table.values or table.score_norms:
         advantages = _advantages(table, algorithm, _trainable(table, algorithm, distills))
     kept = kept_mini_batches(plan, table)
     weighed = replace(
@@ -539,8 +539,9 @@ def _estimated(table: GroupTable, algorithm: AlgorithmConfig, trainable: list[bo
     """Run the estimator and check what it returns: it may be the user's own."""
     name = algorithm.adv_estimator
     check_rewards(table.reward)  # also for estimators of the user's own
-    if advantage_estimators.facts(name).needs_values and not table.values:
-        return [0.0] * len(table)  # known once the critic has read the rows, which this plan gives to the ranks
+    facts = advantage_estimators.facts(name)
+    if (facts.needs_values and not table.values) or (facts.needs_score_norms and not table.score_norms):
+        return [0.0] * len(table)  # known once a model has read the rows, which this plan gives to the ranks
     advantages = advantage_estimators.get(name)(table, algorithm)
     if len(advantages) != len(table):
         raise ValueError(

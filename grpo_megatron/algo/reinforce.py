@@ -7,6 +7,7 @@ skips it. Where all tokens of the batch have the same number, whitened advantage
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from grpo_megatron.algo.advantages import (
     at_loss_tokens,
     check_rewards,
     deviations,
+    informative_groups,
     is_informative,
     penalised_rewards,
     per_group,
@@ -69,6 +71,35 @@ def opo(table: GroupTable, config: AlgorithmConfig) -> Advantages:
         return [reward - baseline for reward in rewards]
 
     return per_group(table, estimate)
+
+
+@advantage_estimators.register("optimal_token_baseline", compares_group=True, needs_score_norms=True)
+def optimal_token_baseline(table: GroupTable, config: AlgorithmConfig) -> Advantages:
+    """Subtracts a baseline of its own at each token (OTB, arXiv 2602.07078; as in verl, whose two estimators are this one).
+
+        A_it = G_it - B_t,    B_t = sum_j W_jt G_jt / sum_j W_jt,    W_jt = sum over s <= t of 1 - 2 pi_js + sum_v pi(v)^2
+
+    t counts the loss tokens of a response, over all its turns; G is the return from t on, without discount; sums are over the
+    group's responses with a token t. The summand is the squared norm of the gradient of log pi_js by the logits. Where one
+    response goes on alone, B is 0, as by verl's default; verl's weights of importance sampling in W are not here.
+    """
+    advantages: Advantages = [0.0] * len(table)
+    lengths = table.num_loss_tokens()
+    for rows in informative_groups(table, penalised_rewards(table)):
+        returns, energies = [], []
+        for row in rows:
+            gain = _returns(table, row, 1.0)
+            returns.append(gain if isinstance(gain, list) else [gain] * lengths[row])
+            energies.append(list(itertools.accumulate(at_loss_tokens(table, row, table.score_norms[row]))))
+        baselines = []
+        for t in range(max(lengths[row] for row in rows)):
+            pairs = [(w[t], g[t]) for w, g in zip(energies, returns, strict=True) if t < len(w)]
+            total = math.fsum(w for w, _ in pairs) if len(pairs) > 1 else 0.0
+            baselines.append(math.fsum(w * g for w, g in pairs) / total if total > 0 else 0.0)
+        for row, gains in zip(rows, returns, strict=True):
+            values = [gain - baseline for gain, baseline in zip(gains, baselines, strict=False)]
+            advantages[row] = spread_over_response(table, row, values)
+    return advantages
 
 
 @advantage_estimators.register("gpg", compares_group=True)

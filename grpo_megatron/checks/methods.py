@@ -298,6 +298,7 @@ def _sampling(config: Config) -> Problems:
     for key, enabled in filters.items():
         if enabled and config.rollout.n == 1:
             yield f"{key} compares the samples of a prompt, and {k.rollout.n}; set rollout.n=2 or more"
+    yield from _truncation(config)
     size, ratio = config.data.train_batch_size, algorithm.replay.ratio
     if ratio and int(size * ratio) == 0:
         yield (
@@ -325,6 +326,22 @@ def _sampling(config: Config) -> Problems:
         yield (
             f"{k.data.sampling.weight} samples prompts at random, and {k.data.shuffle} takes them in the file's order; set"
             " shuffle=true, or weight=uniform"
+        )
+
+
+def _truncation(config: Config) -> Problems:
+    """Checks rollout.top_p, top_k and min_p of training samples."""
+    k, rollout = keys_of(config), config.rollout
+    if rollout.top_k < 1:
+        for key in [k.rollout.top_p] * (rollout.top_p < 1) + [k.rollout.min_p] * (rollout.min_p > 0):
+            yield (
+                f"{key} leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set"
+                " rollout.top_k=64, say, which bounds them (1 to 4096), or leave it out (rollout.val_kwargs may differ)"
+            )
+    elif config.teachers:
+        yield (
+            f"{k.rollout.top_k} cuts the policy's distribution, and teachers score the full vocabulary; leave it out, or leave"
+            " teachers out"
         )
 
 

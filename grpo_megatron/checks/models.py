@@ -257,6 +257,8 @@ def beside_problems(config: Config, world_size: int, folders: ModelFolders) -> P
             layout = teacher.layout(config.actor) if teacher.tensor_model_parallel_size is not None else None
             yield from _second_model_problems(*parts, layout, f"{TEACHERS}{name}")
         yield from _teacher_problems(config, name, folders.arch, arch, named)
+    if folders.arch is not None and config.rollout.top_k >= folders.arch.vocab_size:
+        yield f"{keys_of(config).rollout.top_k} keeps all of the {folders.arch.vocab_size} ids; set a smaller number"
     objective, num_ids = config.distillation, folders.arch.vocab_size if folders.arch else None
     if config.teachers and objective.kl != "sampled" and num_ids is not None and objective.top_k >= num_ids:
         k = keys_of(config).distillation

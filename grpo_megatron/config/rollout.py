@@ -22,18 +22,6 @@ def _of_the_engine(temperature: float) -> float:
     return temperature
 
 
-def _only(full: float) -> AfterValidator:
-    """Accepts the one value of top_p or top_k that leaves the distribution as it is."""
-
-    def check(value: float) -> float:
-        if value != full:
-            text = "the policy's log-probabilities are of the full distribution; leave it out (rollout.val_kwargs may differ)"
-            raise PydanticCustomError("full", text)
-        return value
-
-    return AfterValidator(check)
-
-
 class ValKwargs(Section):
     """How validation samples: its own values, instead of those of `rollout`."""
 
@@ -106,9 +94,13 @@ class RolloutConfig(Section):
     n: int = Field(8, ge=1, le=65536)
     """samples per prompt"""
     temperature: Annotated[float, AfterValidator(_of_the_engine)] = Field(1.0, gt=0)
-    top_p: Annotated[float, _only(1.0)] = 1.0
-    """no other value may be set: the policy's logprobs are of the full distribution"""
-    top_k: Annotated[int, _only(-1)] = -1
+    top_p: float = Field(1.0, gt=0, le=1)
+    """samples from the fewest likeliest tokens with so much probability, of those that min_p and top_k leave; needs top_k"""
+    top_k: int = Field(-1, ge=-1, le=4096)
+    """samples from so many likeliest tokens; -1 or 0: all. The policy's distribution is cut to the same ids
+    (docs/algorithms.md#sampling-from-a-part-of-the-vocabulary)"""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """samples from tokens with this share of the likeliest one's probability or more; needs top_k"""
     seed: Seed = 42
     """each sample's seed is a hash of this, the step, the prompt and the sample's index"""
     placement: Literal["colocated", "separate"] = "colocated"

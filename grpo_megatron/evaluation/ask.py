@@ -33,7 +33,7 @@ from grpo_megatron.models.weights.stream import engine_tensors
 from grpo_megatron.parallel.mesh import RankError, build_mesh, destroy_mesh
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.build import build_engine, find_engine
-from grpo_megatron.rollout.engine import Request, RolloutEngine
+from grpo_megatron.rollout.engine import RolloutEngine, Truncation
 from grpo_megatron.sampling.generator import Generator, sample_indices
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, TrajectoryGenerator
 from grpo_megatron.types import Prompt, PromptImage, Sample, WeightBucket
@@ -305,7 +305,7 @@ class Asker:
                         version=WEIGHTS_VERSION,
                         max_tokens=answers.max_tokens,
                         temperature=answers.temperature,
-                        top_p=answers.top_p,
+                        truncation=Truncation(answers.top_p, answers.top_k),
                         greedy=answers.greedy,
                         metrics=Metrics(),
                     ),
@@ -319,7 +319,7 @@ class Asker:
         )
         parts = (self.engine, None, self.model.tokenizer, self.mesh, rollout, lambda: "")
         if answers.turns is None:
-            return TopKGenerator(*parts, top_k=answers.top_k)
+            return Generator(*parts)
         environments = opened.enter_context(build_pool(multi_turn)) if self.mesh.is_replica_leader else None
         return TrajectoryGenerator(
             *parts,
@@ -327,15 +327,3 @@ class Asker:
             gives_rewards=answers.gives_rewards,
             max_prompt_length=answers.max_prompt_tokens,
         )
-
-
-class TopKGenerator(Generator):
-    """The generator of training with top_k, which training does not have."""
-
-    def __init__(self, *parts: Any, top_k: int) -> None:
-        super().__init__(*parts)
-        self.top_k = top_k
-
-    def request(self, *parts: Any, **named: Any) -> Request:
-        """Make the engine's request for one sample."""
-        return replace(super().request(*parts, **named), top_k=self.top_k)

@@ -27,7 +27,7 @@ from grpo_megatron.evaluation.ask import WEIGHTS_VERSION, Asker, placed_prompt
 from grpo_megatron.evaluation.evaluate import StartRanks
 from grpo_megatron.evaluation.generate_settings import GenerationSettings, prepare_generation
 from grpo_megatron.evaluation.options import GenerateOptions
-from grpo_megatron.rollout.engine import StopTexts, sample_seed
+from grpo_megatron.rollout.engine import StopTexts, Truncation, sample_seed
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.types import Prompt, Sample
 from grpo_megatron.untrusted import reason_of, visible
@@ -103,7 +103,7 @@ def _answer(settings: GenerationSettings, asker: Asker, prompt: Prompt) -> str:
         generator = asker.generator(answers, opened)
     room = min(answers.max_tokens, settings.max_model_len - len(prompt.prompt_ids))
     seed = sample_seed(settings.options.seed, 0, prompt.uid, 0)
-    request = generator.request(prompt, 0, seed, room, answers.temperature, answers.top_p)
+    request = generator.request(prompt, 0, seed, room, answers.temperature, Truncation(answers.top_p, answers.top_k))
     request = replace(request, stop=WatchedStop(request.stop, text.add))
     ids: Sequence[int] | None = None
     reason = "user"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -146,6 +147,7 @@ def exact_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    kept: Any = None,
     *,
     vocab_size: int,
     tp_rank: int,
@@ -154,9 +156,10 @@ def exact_logprobs(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` and entropies [N], as `head.vocab_parallel_logprobs`, whole gradients of `hidden`."""
+    cut = None if kept is None else functools.partial(kept.outside, first=tp_rank * weight.shape[0])
     first, size = tp_rank * weight.shape[0], rowwise.block_size(vocab_size)
     weight = weight[: max(0, vocab_size - first)]
-    return _Logprobs.apply(hidden, weight, targets - first, size, temperature, chunk, group)  # type: ignore[no-any-return]
+    return _Logprobs.apply(hidden, weight, targets - first, size, temperature, chunk, group, cut)  # type: ignore[no-any-return]
 
 
 class _Logprobs(torch.autograd.Function):
@@ -170,11 +173,12 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         group: Any,
+        cut: Any,
     ) -> tuple[Tensor, Tensor]:
-        ctx.size, ctx.temperature, ctx.chunk, ctx.group = size, temperature, chunk, group
+        ctx.size, ctx.temperature, ctx.chunk, ctx.group, ctx.cut = size, temperature, chunk, group, cut
         outputs = []  # of each chunk: log-probabilities, entropies, largest logits, logarithms of sums
-        for states, own in zip(hidden.split(chunk), columns.split(chunk), strict=True):
-            logits = _logits(states, weight, temperature)
+        for number, (states, own) in enumerate(zip(hidden.split(chunk), columns.split(chunk), strict=True)):
+            logits = _logits(states, weight, ctx, number)
             top = logits.amax(1)
             dist.all_reduce(top, dist.ReduceOp.MAX, group)
             logits -= top.unsqueeze(1)
@@ -194,20 +198,25 @@ class _Logprobs(torch.autograd.Function):
         grad_hidden, grad_weight = [], torch.zeros_like(weight, dtype=torch.float32)
         padding = rowwise.NUM_BLOCKS // ctx.group.size() * ctx.size - len(weight)  # whole blocks
         padded = F.pad(weight, (0, 0, 0, padding))
-        for states, *given in zip(*(x.split(ctx.chunk) for x in (hidden, *of_tokens, *grads)), strict=True):
+        parts = zip(*(x.split(ctx.chunk) for x in (hidden, *of_tokens, *grads)), strict=True)
+        for number, (states, *given) in enumerate(parts):
             columns, entropy, top, log_z, of_logprobs, of_entropy = (x.unsqueeze(1) for x in given)
-            logp = _logits(states, weight, ctx.temperature) - top - log_z
+            logp = _logits(states, weight, ctx, number) - top - log_z
             p = logp.exp()
             grad = -p * of_logprobs - of_entropy * p * (logp + entropy)
             grad += of_logprobs * (columns == torch.arange(len(weight)))
             grad = (grad / ctx.temperature).to(weight.dtype)
             grad_weight += rowwise.weight_gradient(grad, states)
             grad_hidden.append(whole_product(F.pad(grad, (0, padding)), padded, ctx.group))
-        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None, None, None
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), *[None] * 6
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    return rowwise.product(hidden, weight).float() / temperature
+def _logits(hidden: Tensor, weight: Tensor, ctx: Any, number: int) -> Tensor:
+    logits = rowwise.product(hidden, weight).float() / ctx.temperature
+    if ctx.cut is None:
+        return logits
+    chunk = slice(number * ctx.chunk, (number + 1) * ctx.chunk)
+    return logits.masked_fill_(ctx.cut(chunk, width=len(weight)), -1e30)  # MASKED_LOGIT of layers/head.py
 
 
 class ExactAttention(torch.nn.Module):

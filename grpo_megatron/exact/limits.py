@@ -66,6 +66,8 @@ def _settings(config: Config, engine_problem: str | None, elsewhere: bool) -> It
         yield f"actor.megatron.context_parallel_size={megatron.context_parallel_size} is not covered; leave it out"
     if advantage_estimators.facts(algorithm.adv_estimator).needs_values:
         yield f"algorithm.adv_estimator={algorithm.adv_estimator} needs a critic, which is not covered; set another"
+    if advantage_estimators.facts(algorithm.adv_estimator).needs_score_norms:
+        yield f"algorithm.adv_estimator={algorithm.adv_estimator} reads a sum over the vocabulary; set another"
     if config.reward_model.path is not None and algorithm.iteration_steps is not None:
         yield "reward_model.path with algorithm.iteration_steps is a model that learns, which is not covered; freeze it"
     if loss_facts(config.actor).paired:

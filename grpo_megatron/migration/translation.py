@@ -122,6 +122,7 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     _leave_out_refused(result)
+    _bound_truncation(result)
     for ours, what in REQUIRED.items():
         result.values.setdefault(ours, (CHANGE_ME, what))
     if not result.values.keys() & VALIDATED:
@@ -156,12 +157,22 @@ def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
 
 
 def _leave_out_refused(result: Translation) -> None:
-    """Leaves out values that this program refuses whatever the other keys are, such as a `top_p` below 1, with the reason."""
+    """Leaves out values that this program refuses whatever the other keys are, with the reason."""
     raw = with_defaults({}, {key: value for key, (value, _) in result.values.items() if value != CHANGE_ME})
     for place, reason in refused_values(Config, raw):
         if key := next((key for key in result.values if f"{place}.".startswith(f"{key}.")), None):
             value, origin = result.values.pop(key)
             result.warnings.append((f"{origin}={_inline(value)}", f"not written as {key}: {reason}"))
+
+
+def _bound_truncation(result: Translation) -> None:
+    """Bounds the ids that `top_p` or `min_p` leave, where `top_k` does not."""
+    values = {key: value for key, (value, _) in result.values.items()}
+    full = {"rollout.top_p": 1, "rollout.min_p": 0}
+    cuts = [f"{key}={values[key]}" for key, all_tokens in full.items() if values.get(key, all_tokens) != all_tokens]
+    if cuts and values.get("rollout.top_k", -1) < 1:
+        result.values["rollout.top_k"] = (64, "bounds the recorded ids")
+        result.warnings.append((" and ".join(cuts), "set rollout.top_k=64 too, which bounds the ids that are recorded"))
 
 
 def _fit_mini_batch(result: Translation) -> None:

@@ -22,7 +22,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.exact import layers as exact
 from grpo_megatron.models.architecture import Architecture, Routing
 from grpo_megatron.models.layers.divergence import SoftTargets, vocab_parallel_divergence, vocab_parallel_top
-from grpo_megatron.models.layers.head import vocab_parallel_logprobs
+from grpo_megatron.models.layers.head import KeptTargets, vocab_parallel_logprobs, vocab_parallel_squares
 from grpo_megatron.models.layers.modules import PackedAttention, RMSNorm, TreeParams
 from grpo_megatron.models.layers.spec import (
     GroupLimitedChoice,
@@ -50,6 +50,8 @@ class Targets:
     soft: SoftTargets | None = None
     top_k: int | None = None
     num_ids: int = 0
+    has_squares: bool = False  # returns the sum of the squared probabilities, too
+    kept: KeptTargets | None = None  # the ids that each target was sampled from
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class LogprobModel(GPTModel):
             assert labels.soft is None and labels.top_k is None, "checks refuse it"
             hidden = exact.whole_sequence(hidden_states, self.config.sequence_parallel)
             states = hidden.squeeze(1)[labels.state_indices]
-            return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, **sizes))
+            return HeadOutput(*exact.exact_logprobs(states, weight, labels.tokens, labels.kept, **sizes))
         if self.config.sequence_parallel:
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden_states)  # backward: reduce-scatter
         else:
@@ -130,7 +132,10 @@ class LogprobModel(GPTModel):
                 states, weight, labels.tokens, labels.top_k, labels.num_ids, **sizes
             )
             return HeadOutput(logprobs, entropy, (top,))
+        sizes["kept"] = labels.kept
         numbers = vocab_parallel_logprobs(states, weight, labels.tokens, is_fused=self.has_fused_head, **sizes)
+        if labels.has_squares:
+            return HeadOutput(*numbers, (vocab_parallel_squares(states, weight, **sizes),))
         return HeadOutput(*numbers, (states,) if labels.top_k == 0 else ())
 
 

@@ -31,6 +31,7 @@ from grpo_megatron.exact import rowwise
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.build import Targets, build_model
 from grpo_megatron.models.layers.divergence import SoftTargets, TeacherStates
+from grpo_megatron.models.layers.head import KeptTargets
 from grpo_megatron.models.layers.modules import Branch, TreeParams
 from grpo_megatron.models.layers.precision import token_multiple
 from grpo_megatron.models.layers.routes import RouteChoice, replay_routes
@@ -195,7 +196,7 @@ def pack(
         tokens, position_ids = tokens[local], position_ids[local]
         all_routes = None if all_routes is None else all_routes[local]
         targets, state_indices = targets[share.target_indices], share.state_indices
-    soft = soft_targets(batch, rows, share, device)
+    soft, kept = soft_targets(batch, rows, share, device), kept_targets(batch, rows, share, device)
     if share is not None:
         share = replace(share, target_indices=share.target_indices.to(to))
     cuts = cuts.to(to)
@@ -214,7 +215,7 @@ def pack(
         tokens=tokens.unsqueeze(0).to(to),
         position_ids=position_ids.unsqueeze(-2).to(to),
         packed=packed,
-        targets=Targets(state_indices.to(to), targets.to(to), temperature, chunk, soft),
+        targets=Targets(state_indices.to(to), targets.to(to), temperature, chunk, soft, kept=kept),
         share=share,
     )
 
@@ -329,6 +330,20 @@ def soft_targets(batch: Batch, rows: list[int], share: TargetShare | None, devic
         assert head is not None
         states.append(TeacherStates(start, start + len(part), part, head))
     return SoftTargets(divergence, states=states)
+
+
+def kept_targets(batch: Batch, rows: list[int], share: TargetShare | None, device: Device) -> KeptTargets | None:
+    """Returns the ids that a pack's targets were sampled from, on the device. `share`: this rank's targets alone."""
+    if batch.kept is None or not rows:
+        return None
+    lengths = [len(batch.tokens[row]) - batch.prompt_lengths[row] for row in rows]
+    parts = [batch.kept[row].split([n, len(batch.kept[row]) - n]) for row, n in zip(rows, lengths, strict=True)]
+    counts, ids = (torch.cat(column) for column in zip(*parts, strict=True))
+    if share is not None:
+        is_local = torch.zeros(len(counts), dtype=torch.bool)
+        is_local[share.target_indices] = True
+        counts, ids = counts[is_local], ids[is_local.repeat_interleave(counts)]
+    return KeptTargets.of(counts, ids, device.torch_device)
 
 
 def target_share(state_indices: Int[Tensor, " N"], tokens: Int[Tensor, " T_local"]) -> TargetShare:
@@ -673,18 +688,28 @@ class LanguageModel(ShardedModel):
         return cls(model, arch, actor, mesh, device, temperature)
 
     def logprobs(
-        self, batch: Batch, temperature: float | None = None, entropies: Tensor | None = None
+        self,
+        batch: Batch,
+        temperature: float | None = None,
+        entropies: Tensor | None = None,
+        squares: Tensor | None = None,
     ) -> Float[Tensor, "B R"]:
         """Returns the log-probability of every response token [B, R], float32 on the host, 0 after the end. Collective.
 
-        `entropies` [B, R] gets the entropies at these tokens.
+        `entropies` [B, R] gets the entropies at these tokens, `squares` the sums of the squared probabilities there.
         """
         width = batch.response_mask.shape[1]
 
-        def read(current: Pack, values: Tensor) -> Tensor:
+        def read(current: Pack, values: Tensor, *others: Tensor) -> Tensor:
+            if squares is not None:
+                squares[current.rows] = unpack(others[0], current.lengths, width).cpu()
             return unpack(values, current.lengths, width)
 
-        return self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature, entropies)
+        options = {} if squares is None else {"has_squares": True}
+        out = self.forward_batch(batch, torch.zeros(len(batch), width), read, temperature, entropies, **options)
+        if squares is not None:
+            squares.copy_(self.from_last_stage(squares))
+        return out
 
     def distribution(
         self, batch: Batch, top_k: int, num_ids: int, temperature: float | None = None

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from grpo_megatron.parallel.control import Parcel
 from grpo_megatron.parallel.mesh import Mesh, RankError
-from grpo_megatron.types import BRANCH, GREEDY, Batch, GroupTable, Plan, PromptImage, Sample, TokenSpan
+from grpo_megatron.types import BRANCH, GREEDY, Batch, GroupTable, KeptIds, Plan, PromptImage, Sample, TokenSpan
 
 _Rewards = list[tuple[int, float]]
 TeacherPrompt = tuple[str, tuple[int, ...], Any]  # Prompt.teacher, .teacher_ids and Sample.scores
@@ -184,6 +184,7 @@ def exchange(samples: Sequence[Sample], table: GroupTable, plan: Plan, mesh: Mes
         routes=same_width([sequences[row][2] for row in rows], [len(sequences[row][0]) for row in rows]),
         images=[sequences[row][3] for row in rows],
         teacher_prompts=[sequences[row][4] for row in rows],
+        kept=[sequences[row][5] for row in rows],
     )
 
 
@@ -194,6 +195,26 @@ def same_width(routes: list[Tensor | None], lengths: list[int]) -> list[Tensor] 
         return None
     unknown = known.new_full((max(lengths), known.shape[1]), -1)
     return [unknown[:length] if own is None else own for own, length in zip(routes, lengths, strict=True)]
+
+
+def flat_ids(kept: Sequence[KeptIds]) -> np.ndarray[Any, Any]:
+    """The ids of `Sample.kept` in one column, int32: how many each token has, then all ids. Without ids it is empty."""
+    parts = [np.empty(0, dtype=np.int32) if ids is None else ids for ids in kept]
+    return np.concatenate([np.array([len(ids) for ids in parts], dtype=np.int32), *parts])
+
+
+def split_ids(flat: np.ndarray[Any, Any]) -> list[KeptIds]:
+    """Undoes `flat_ids`. Tokens have their ids one after the other, so the counts end where they sum to the rest."""
+    sums = np.arange(1, len(flat) + 1) + np.cumsum(flat)
+    count = int(np.flatnonzero(sums == len(flat))[0]) + 1 if len(flat) else 0
+    return list(np.split(flat[count:], np.cumsum(flat[:count])[:-1])) if count else []
+
+
+def all_kept(kept: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor] | None:
+    """The column of each row, zeros in rows without one (`Batch.kept`). None: no row has any."""
+    if not any(len(ids) for ids in kept):
+        return None
+    return [ids if len(ids) else ids.new_zeros(length) for ids, length in zip(kept, lengths, strict=True)]
 
 
 def build_batch(
@@ -208,6 +229,7 @@ def build_batch(
     routes: list[Tensor] | None = None,
     images: Sequence[tuple[PromptImage, ...]] = (),
     teacher_prompts: Sequence[TeacherPrompt] = (),
+    kept: Sequence[Tensor] = (),
 ) -> Batch:
     """Make a padded Batch of `rows`, which are rows of the plan's table.
 
@@ -238,6 +260,7 @@ def build_batch(
         routes=routes,
         recorded_routes={},
         teacher_prompts=list(teacher_prompts),
+        kept=all_kept(kept, lengths),
     )
     apply_plan(batch, plan, dp_rank)
     return batch
@@ -287,13 +310,13 @@ def _merged(parts: Sequence[dict[Any, Any]]) -> dict[Any, Any]:
 
 def _move_tokens(
     samples: Sequence[Sample], table: GroupTable, owner: dict[int, int], mesh: Mesh
-) -> dict[int, tuple[Tensor, Tensor, Tensor | None, tuple[PromptImage, ...], TeacherPrompt]]:
-    """Table row -> (tokens, rollout log-probabilities, routes or None, images, teacher) of every row that this rank trains on.
+) -> dict[int, tuple[Tensor, Tensor, Tensor | None, tuple[PromptImage, ...], TeacherPrompt, Tensor]]:
+    """Table row -> (tokens, rollout log-probabilities, routes or None, images, teacher, kept ids) of the rows of this rank.
 
-    A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the width of its routes (0: none), the
-    bytes of one, and their bits. Every rank knows the other sizes from the table. Between two ranks the rows travel in one
-    parcel, in increasing order. Their images follow, the pixels of each different one once, and teachers with their prompts.
-    Collective.
+    A row travels as int32: prompt, response, the bits of the float32 log-probabilities, the size and the numbers of its kept
+    ids (`flat_ids`), the width of its routes (0: none), the bytes of one, and their bits. Every rank knows the other sizes from
+    the table. Between two ranks the rows travel in one parcel, in increasing order. Their images follow, the pixels of each
+    different one once, and teachers with their prompts. Collective.
     """
     sample_of = {(sample.prompt_index, sample.index): sample for sample in samples}
     outgoing, incoming = moves(table, owner, mesh.rank, mesh.dp_rank)
@@ -318,6 +341,8 @@ def _move_tokens(
             middle = start + table.prompt_length[row] + table.response_length[row]
             end = middle + table.response_length[row]
             tokens, logprobs = numbers[start:middle], numbers[middle:end]
+            start, end = end + 1, end + 1 + int(numbers[end])
+            kept = numbers[start:end]
             (width, itemsize), start = numbers[end : end + 2].tolist(), end + 2
             routes = None
             if width:
@@ -330,6 +355,7 @@ def _move_tokens(
                 routes,
                 images.get(row, ()),
                 taught.get(row, ("", (), None)),
+                torch.from_numpy(kept.copy()),
             )
         assert start == len(numbers), f"rank {parcel.source} sent {len(numbers)} numbers, not {start}"
     assert not incoming, f"nothing came from the ranks {sorted(incoming)}"
@@ -363,6 +389,8 @@ def _images(samples: dict[int, Sample]) -> dict[int, tuple[PromptImage, ...]]:
 def _encode(sample: Sample) -> np.ndarray[Any, Any]:
     tokens = np.array([*sample.prompt.prompt_ids, *sample.response_ids], dtype=np.int32)
     logprobs = np.array(sample.rollout_logprobs, dtype=np.float32).view(np.int32)
+    ids = flat_ids(sample.kept)
+    logprobs = np.concatenate([logprobs, np.array([len(ids)], dtype=np.int32), ids])
     if (routes := sample.routes) is None:
         return np.concatenate([tokens, logprobs, np.zeros(2, dtype=np.int32)])
     shape = np.array([routes.shape[1], routes.itemsize], dtype=np.int32)

@@ -71,6 +71,11 @@ def engine_problems(
             f"actor.moe.route_replay=engine with rollout.engine={rollout.engine!r}, which records no routes"
             " (records_routes=False); set rollout.engine=vllm, or actor.moe.route_replay=none"
         )
+    if rollout.top_k > 0 and not engine.returns_kept:
+        yield (
+            f"rollout.top_k={rollout.top_k} with rollout.engine={rollout.engine!r}, which does not return the ids that a token"
+            " was sampled from (returns_kept=False); set rollout.engine=vllm or transformers, or leave rollout.top_k out"
+        )
     if has_images and not engine.reads_images:
         yield (
             f"rollout.engine={rollout.engine!r} serves no model that reads images (reads_images=False); set"

@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_megatron.config import RolloutConfig, Section
 from grpo_megatron.sync.plan import EngineTensors, SyncTensor, shortened
-from grpo_megatron.types import PromptImage, TokenRoutes, WeightBucket
+from grpo_megatron.types import KeptIds, PromptImage, TokenRoutes, WeightBucket
 
 if TYPE_CHECKING:
     from grpo_megatron.device import Device
@@ -85,6 +85,29 @@ class StopTexts:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """The tokens that one is sampled from, in this order: those with min_p of the likeliest one's probability, of these the
+    `top_k` likeliest, of these the fewest that have `top_p` together. `max_kept`: see Completion.kept; 0: it has none.
+    """
+
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    min_p: float = 0.0
+    max_kept: int = 0
+
+
+FULL = Truncation()
+
+
+def training_truncation(rollout: RolloutConfig) -> Truncation:
+    """Returns the truncation of training samples. Tokens that tie with the last one of `top_k` may be kept, too."""
+    if rollout.top_k < 1:
+        return FULL
+    max_kept = rollout.top_k + max(16, rollout.top_k // 4)
+    return Truncation(rollout.top_p, rollout.top_k, rollout.min_p, max_kept)
+
+
+@dataclass(frozen=True)
 class Request:
     """One response to sample. Only `seed` decides the tokens: not the other requests, their order, or the rank."""
 
@@ -94,6 +117,8 @@ class Request:
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: all
+    min_p: float = 0.0
+    max_kept: int = 0
     stop_token_ids: tuple[int, ...] = ()  # in addition to the engine's end-of-sequence tokens
     stop: StopTexts | None = None  # the response ends with the token that completes one of these texts
     num_written: int = 0  # the last so many tokens of the prompt are the response so far: a stop text may begin there
@@ -117,9 +142,11 @@ class Completion:
     response_ids: list[int]
     logprobs: list[
         float
-    ]  # of each token under the distribution that it was sampled from, after temperature, top_p, top_k
+    ]  # of each token under the distribution that it was sampled from, after temperature and truncation
     finish_reason: str  # "stop" | "length"
     routes: TokenRoutes = field(default=None, compare=False)  # of prompt and response without the last, unread token
+    # of each token; None: `Request.max_kept` ids or more. Empty where `max_kept` is 0
+    kept: list[KeptIds] = field(default_factory=list, compare=False)
 
 
 def continued(known: TokenRoutes, new: TokenRoutes) -> TokenRoutes:
@@ -176,6 +203,7 @@ class RolloutEngine(ABC):
     has_exact_rows: ClassVar[bool] = False  # True: it serves `model.exact`
     records_routes: ClassVar[bool] = False  # True: it serves `actor.moe.route_replay=engine`
     serves_experts: ClassVar[bool] = True  # False: no mixture of experts
+    returns_kept: ClassVar[bool] = False  # True: it serves `Request.max_kept`, for `rollout.top_k`
     reads_images: ClassVar[bool] = False  # True: it serves models with images; `logprobs` has the argument `images`
 
     @classmethod

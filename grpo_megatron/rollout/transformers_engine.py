@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import random
 import re
 from collections import deque
@@ -29,7 +30,7 @@ from grpo_megatron.exact import rowwise
 from grpo_megatron.exact.rowwise import FEWEST_ROWS, aligned
 from grpo_megatron.rollout.engine import Completion, EngineSetup, Request, StatefulEngine, load_verified
 from grpo_megatron.sync.digest import slice_digest
-from grpo_megatron.types import PromptImage, WeightBucket
+from grpo_megatron.types import KeptIds, PromptImage, WeightBucket
 
 Images = tuple[PromptImage, ...]  # of one prompt
 
@@ -337,18 +338,18 @@ def sample_tokens(
     requests: Sequence[Request],
     uniform: Sequence[Callable[[], float]],
     log_softmax: Callable[[Tensor], Tensor] = functools.partial(torch.log_softmax, dim=-1),  # noqa: B008
-) -> tuple[list[int], list[float]]:
-    """Samples one token for each row of logits [n, V], by the temperature, top_k and top_p of the row's request.
+) -> tuple[list[int], list[float], list[KeptIds]]:
+    """Samples one token for each row of logits [n, V], by the temperature and truncation of the row's request.
 
     Inverts the cumulative distribution at one uniform number per token. `uniform[row]` gives the next number of the row's
     generator in [0, 1). A greedy row (temperature 0) uses none: it gets the most likely token and its log-probability at
     temperature 1. Rows do not depend on each other. The sums are in float64, so that a vocabulary of 10^5 tokens loses
-    nothing. Returns the tokens and their log-probabilities.
+    nothing. Returns the tokens, their log-probabilities and `Completion.kept`.
     """
     temperatures = [request.temperature or 1.0 for request in requests]
     if set(temperatures) != {1.0}:
         logits = logits / torch.tensor(temperatures).unsqueeze(1)
-    if any(request.top_k > 0 or request.top_p < 1 for request in requests):
+    if any(request.top_k > 0 or request.top_p < 1 or request.min_p > 0 for request in requests):
         logits = torch.stack([_cut(row, request) for row, request in zip(logits, requests, strict=True)])
     logprobs = log_softmax(logits)
     sums = logprobs.double().exp_().cumsum(-1)
@@ -358,11 +359,17 @@ def sample_tokens(
     tokens = torch.searchsorted(sums, targets, right=True)  # the first sum above: never a token of probability 0
     if any(is_greedy):
         tokens = torch.where(torch.tensor(is_greedy).unsqueeze(1), logprobs.argmax(-1, keepdim=True), tokens)
-    return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist()
+    kept: list[KeptIds] = []
+    for request, row in zip(requests, logits, strict=True):
+        ids = row.isfinite().nonzero()[:, 0].int().numpy() if request.max_kept else None
+        kept.append(ids if ids is not None and len(ids) < min(request.max_kept, len(row)) else None)
+    return tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0].tolist(), kept
 
 
 def _cut(logits: Tensor, request: Request) -> Tensor:
-    """Puts minus infinity outside the top_k most likely of logits [V], then outside the fewest that have top_p together."""
+    """Puts minus infinity outside the tokens of logits [V] that the request's truncation keeps (`Truncation`)."""
+    if request.min_p > 0:
+        logits = logits.masked_fill(logits < logits.max() + math.log(request.min_p), float("-inf"))
     if 0 < request.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(request.top_k).values[-1], float("-inf"))
     if request.top_p < 1:
@@ -388,6 +395,7 @@ class _Entry:
     generator: random.Random
     response_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    kept: list[KeptIds] = field(default_factory=list)
 
     def finish_reason(self) -> str | None:
         """Returns why the last token ends the response, or None."""
@@ -453,7 +461,10 @@ class RunningBatch:
             finished += self._prefill(joining)
         finished.sort(key=lambda entry: entry.number)
         return [
-            (entry.request_id, Completion(entry.response_ids, entry.logprobs, entry.finish_reason() or ""))
+            (
+                entry.request_id,
+                Completion(entry.response_ids, entry.logprobs, entry.finish_reason() or "", kept=entry.kept),
+            )
             for entry in finished
         ]
 
@@ -501,11 +512,13 @@ class RunningBatch:
         """Adds a token to the running requests from row `first` on. Removes and returns those that finish."""
         entries = self._running[first:]
         requests, numbers = [e.request for e in entries], [e.generator.random for e in entries]
-        tokens, logprobs = sample_tokens(logits, requests, numbers, self._model.log_softmax)
+        sampled = zip(entries, *sample_tokens(logits, requests, numbers, self._model.log_softmax), strict=True)
         done = []
-        for row, (entry, token, logprob) in enumerate(zip(entries, tokens, logprobs, strict=True), start=first):
+        for row, (entry, token, logprob, kept) in enumerate(sampled, start=first):
             entry.response_ids.append(token)
             entry.logprobs.append(logprob)
+            if entry.request.max_kept:
+                entry.kept.append(kept)
             if entry.finish_reason():
                 done.append(row)
         return self._leave(done)
@@ -538,7 +551,7 @@ class TransformersEngine(StatefulEngine):
     Options = TransformersOptions
     requires = {"transformers": "transformers"}  # noqa: RUF012 - declared as ClassVar in the base class
     has_exact_rows = True
-    reads_images = True
+    reads_images = returns_kept = True
     serves_experts = False  # transformers keeps the experts of a layer in one tensor
 
     @classmethod

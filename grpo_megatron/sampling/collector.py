@@ -27,9 +27,10 @@ from grpo_megatron.config import ConfigError, DataConfig, RolloutConfig
 from grpo_megatron.data.curriculum import Curriculum, right_counts
 from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
-from grpo_megatron.parallel.exchange import gather_groups
+from grpo_megatron.parallel.exchange import flat_ids, gather_groups, split_ids
 from grpo_megatron.parallel.mesh import Mesh
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rollout.engine import training_truncation
 from grpo_megatron.sampling.generator import Generator, LengthHistory
 from grpo_megatron.types import UNFINISHED, Prompt, PromptImage, Sample, Segment, Turn
 
@@ -154,6 +155,7 @@ class PolicyCollector(Collector):
             version=self.clock.version(step),
             max_tokens=self.data.max_response_length,
             temperature=self.rollout.temperature,
+            truncation=training_truncation(self.rollout),
             greedy=self.greedy,
             history=self.lengths,
             limits_by_prompt=True,
@@ -316,6 +318,7 @@ def pack_sample(sample: Sample) -> dict[str, Any]:
     packed["loss_mask"] = _to_base64(np.packbits(np.asarray(sample.loss_mask, dtype=bool)))
     if (routes := sample.routes) is not None:
         packed["routes"] = {"dtype": str(routes.dtype), "width": routes.shape[1], "rows": _to_base64(routes)}
+    packed["kept"] = _to_base64(flat_ids(sample.kept))
     return packed
 
 
@@ -345,6 +348,7 @@ def unpack_sample(packed: dict[str, Any], pixels: Mapping[str, bytes] | None = N
     if (routes := packed.get("routes")) is not None:
         rows = np.frombuffer(base64.b64decode(routes["rows"]), dtype=routes["dtype"])
         columns["routes"] = rows.reshape(-1, routes["width"])
+    columns["kept"] = split_ids(np.frombuffer(base64.b64decode(packed.get("kept", "")), dtype=np.int32))
     bits = np.array(_from_base64(packed["loss_mask"], "u1"), dtype=np.uint8)
     columns["loss_mask"] = np.unpackbits(bits, count=len(columns["response_ids"])).tolist()
     return Sample(**{**packed, **columns})

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.data.prompts import reward_item, tokens_at
 from grpo_megatron.parallel.mesh import Mesh, RankError
@@ -19,7 +21,7 @@ from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rewards.reward import RewardResult, opened_thought, rewards
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, sample_seed
+from grpo_megatron.rollout.engine import FULL, Completion, Request, RolloutEngine, StopTexts, Truncation, sample_seed
 from grpo_megatron.types import BY_MODEL, FAILURES, GREEDY, Prompt, Sample
 
 
@@ -36,7 +38,7 @@ class SamplingRound:
     round_id: int
     version: int
     temperature: float
-    top_p: float
+    truncation: Truncation
     run_seed: int
     sizes: list[int]  # responses to each prompt, of `indices`
     limits: list[int]  # tokens of a response to each prompt, at most
@@ -80,6 +82,7 @@ class Generator:
     ) -> None:
         self.engine, self.tokenizer, self.mesh, self.seed = engine, tokenizer, mesh, rollout.seed
         self.grading = Grading(pool, tokenizer)
+        self.num_unknown = 0  # tokens of None in Completion.kept, since they were recorded
         self.on_complete: Callable[[Sample], None] = lambda sample: None  # on the leader of an engine replica
         self.stop = StopTexts(tokenizer, rollout.stop) if rollout.stop else None
         self.stop_token_ids, self.capacity = tuple(rollout.stop_token_ids), rollout.sequences
@@ -94,7 +97,7 @@ class Generator:
         version: int,
         max_tokens: int,
         temperature: float,
-        top_p: float = 1.0,
+        truncation: Truncation = FULL,
         greedy: bool = False,
         uids: Sequence[str] | None = None,
         history: LengthHistory | None = None,
@@ -114,7 +117,7 @@ class Generator:
         limits = [prompt.max_tokens or max_tokens if limits_by_prompt else max_tokens for prompt in prompts]
         indices = sample_indices(max(sizes, default=n), greedy=greedy)
         names = distinct_uids(prompts) if uids is None else list(uids)
-        settings = round_id, version, temperature, top_p, self.seed, sizes, limits
+        settings = round_id, version, temperature, truncation, self.seed, sizes, limits
         wanted = SamplingRound(prompts, names, indices, *settings)
         if not self.shares_work:
             history = None
@@ -146,7 +149,7 @@ class Generator:
 
         def request(number: int) -> Request:
             place, index = wanted.of(number)
-            limits = (wanted.limits[place], wanted.temperature, wanted.top_p)
+            limits = (wanted.limits[place], wanted.temperature, wanted.truncation)
             return self.request(wanted.prompts[place], index, wanted.seed(number), *limits)
 
         functions = {prompt.reward for prompt in wanted.prompts} - {"", BY_MODEL}
@@ -169,6 +172,7 @@ class Generator:
             weights_digest=self.weights_digest(),
             seed=wanted.seed(number),
             routes=completion.routes,
+            kept=completion.kept,
         )
 
     def request(
@@ -178,7 +182,7 @@ class Generator:
         seed: int,
         max_tokens: int,
         temperature: float,
-        top_p: float,
+        truncation: Truncation,
         written: Sequence[int] = (),
     ) -> Request:
         """Returns the engine's request for sample `index`, which goes on with `written`.
@@ -190,7 +194,7 @@ class Generator:
             seed=seed,
             max_tokens=max_tokens,
             temperature=0.0 if index == GREEDY else temperature,
-            top_p=1.0 if index == GREEDY else top_p,
+            **vars(FULL if index == GREEDY else truncation),
             stop_token_ids=self.stop_token_ids,
             stop=self.stop,
             num_written=len(written),
@@ -199,6 +203,10 @@ class Generator:
 
     def complete(self, sample: Sample) -> None:
         """Start what reads a complete sample, while the engine goes on: its grading, and `on_complete`. Returns at once."""
+        for token, ids in enumerate(sample.kept):
+            if ids is None:  # too many to be recorded: the policy cannot compute this token's probability
+                sample.loss_mask[token], sample.kept[token] = 0, np.empty(0, dtype=np.int32)
+                self.num_unknown += 1
         self.grading.add(sample)
         if self.mesh.is_replica_leader:
             self.on_complete(sample)
@@ -209,7 +217,19 @@ class Generator:
             self.mesh.agree(self.grading.finish())
             what = f"step {version}" if round_id >= 0 else f"the validation before step {version}"
             known = samples if self.mesh.is_replica_leader else []
+            self.record_kept(samples, metrics)
             check_failures(what, known, self.max_failed_ratio, self.mesh)
+
+    def record_kept(self, samples: Sequence[Sample], metrics: Metrics) -> None:
+        """Record how many tokens `rollout.top_k`, `top_p` and `min_p` left, and the bytes of their ids."""
+        leader = metrics.when(self.mesh.is_replica_leader)
+        for sample in (sample for sample in samples if sample.kept):
+            sizes = [0 if ids is None else len(ids) for ids in sample.kept]
+            leader.mean("rollout/kept_tokens/mean", sum(sizes), sum(size > 0 for size in sizes))
+            leader.max("rollout/kept_tokens/max", max(sizes))
+            leader.mean("rollout/kept_tokens/bytes_per_token", 4 * (len(sizes) + sum(sizes)), len(sizes))
+            leader.mean("rollout/kept_tokens/unknown_ratio", self.num_unknown, len(sizes))
+            self.num_unknown = 0
 
     def record_cache(self, metrics: Metrics) -> None:
         """Record the share of prompt tokens that the engine had in its prefix cache."""

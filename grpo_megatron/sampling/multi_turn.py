@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import (
@@ -36,9 +38,18 @@ from grpo_megatron.processes.pool import FirstFailure
 from grpo_megatron.processes.process import describe
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rollout.engine import Completion, Request, RolloutEngine, StopTexts, continued, stable_hash
+from grpo_megatron.rollout.engine import (
+    FULL,
+    Completion,
+    Request,
+    RolloutEngine,
+    StopTexts,
+    Truncation,
+    continued,
+    stable_hash,
+)
 from grpo_megatron.sampling.generator import Generator, Grading, SamplingRound
-from grpo_megatron.types import BRANCH, FAILURES, GREEDY, Sample, TokenRoutes, Turn
+from grpo_megatron.types import BRANCH, FAILURES, GREEDY, KeptIds, Sample, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
@@ -100,7 +111,7 @@ class Trajectory:
     seed: int
     limits: TrajectoryLimits
     temperature: float
-    top_p: float
+    truncation: Truncation
     version: int
     stop: StopTexts | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -119,6 +130,7 @@ class Trajectory:
     branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
     routes: TokenRoutes = None  # of prompt and response
     asked_at: float = 0.0  # the wall-clock time of the last request
+    kept: list[KeptIds] = field(default_factory=list)  # of each response token; empty: of all
 
     @property
     def is_over(self) -> bool:
@@ -155,7 +167,7 @@ class Trajectory:
             seed=stable_hash(f"{self.seed}/{number}") if number else self.seed,
             max_tokens=min(room, self.turn_limit or room),
             temperature=self.temperature,
-            top_p=self.top_p,
+            **vars(self.truncation),
             stop_token_ids=self.stop_token_ids,
             stop=self.turn_stop or self.stop,
         )
@@ -167,6 +179,7 @@ class Trajectory:
         """
         seconds = time.perf_counter() - self.asked_at
         self._append("assistant", completion.response_ids, completion.logprobs, clock, seconds)
+        self.kept += completion.kept
         self.routes = continued(self.routes, completion.routes)
         self.last_finish = completion.finish_reason
         if completion.finish_reason == "length" and len(self.response_ids) >= self.limits.response:
@@ -207,6 +220,7 @@ class Trajectory:
         self.branches.append(replace(self, branches=[], metrics={}))
         self.prompt_ids, rest = answer.token_ids[: self.limits.prompt], answer.token_ids[self.limits.prompt :]
         self.response_ids, self.logprobs, self.turns, self.routes, self.turn_rewards = [], [], [], None, []
+        self.kept = []
         if rest:
             self._append("observation", rest, [0.0] * len(rest), clock, answer.seconds)
 
@@ -215,6 +229,8 @@ class Trajectory:
         self.response_ids += token_ids
         self.logprobs += logprobs
         self.turns.append(Turn(start, len(self.response_ids), kind, self.version, clock, seconds))
+        if kind == "observation" and self.truncation.max_kept:
+            self.kept += [np.empty(0, dtype=np.int32)] * len(token_ids)
 
     def _fail(self, answer: Answer) -> None:
         self.message = answer.message
@@ -543,7 +559,7 @@ class TrajectoryGenerator(Generator):
             seed=wanted.seed(number),
             limits=TrajectoryLimits(self.max_prompt_length, wanted.limits[place], turns),
             temperature=0.0 if index == GREEDY else wanted.temperature,
-            top_p=1.0 if index == GREEDY else wanted.top_p,
+            truncation=FULL if index == GREEDY else wanted.truncation,
             version=wanted.version,
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
@@ -580,6 +596,7 @@ class TrajectoryGenerator(Generator):
             trajectory_metrics=trajectory.metrics,
             reward_failure=trajectory.message,  # kept where nothing can be graded
             routes=trajectory.routes,
+            kept=trajectory.kept,
         )
 
     def finish_grading(self, samples: Sequence[Sample], round_id: int, version: int, metrics: Metrics) -> None:

@@ -13,7 +13,7 @@ from math import ceil
 from typing import Any
 
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed
+from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed, training_truncation
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import distinct_uids, sample_indices
 from grpo_megatron.types import UNFINISHED, PromptImage, Sample, Segment
@@ -149,7 +149,7 @@ class PartialCollector(PolicyCollector):
             seed,
             min(self.partial.chunk_tokens, self._limit(sample) - start),
             self.rollout.temperature,
-            top_p=1.0,
+            training_truncation(self.rollout),
             written=sample.response_ids,
         )
 
@@ -163,6 +163,7 @@ class PartialCollector(PolicyCollector):
         sample.response_ids.extend(ids)
         sample.rollout_logprobs.extend(completion.logprobs)
         sample.routes = continued(sample.routes, completion.routes)
+        sample.kept.extend(completion.kept)
         sample.loss_mask.extend([1] * len(ids))
         sample.segments[-1] = replace(sample.segments[-1], end=len(sample.response_ids))
         sample.weights_digest = sample.segments[0].weights_digest

@@ -58,6 +58,11 @@ class Correction:
         columns: dict[str, list[Any]] = {}
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
             columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
+        if batch.squares is not None:
+            norms = 1 - 2 * batch.old_logprobs.double().exp() + batch.squares.double()
+            rows = (row[mask].tolist() for row, mask in zip(norms, batch.response_mask, strict=True))
+            nothing = [[0.0] * length for length in table.response_length]
+            columns["score_norms"] = self._column(dict(zip(batch.rows, rows, strict=True)), nothing)
         if has_kl_in_reward(self.algorithm):
             no_penalties = [[0.0] * length for length in table.response_length]
             columns["token_penalties"] = self._column(self._penalise(batch, len(table), metrics), no_penalties)

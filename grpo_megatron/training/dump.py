@@ -112,6 +112,9 @@ def mini_batch_tensors(batch: Batch, micro_batches: list[list[int]]) -> dict[str
     }
     if batch.routes is not None and rows:
         tensors["routes"] = torch.cat([batch.routes[row] for row in rows])
+    if batch.kept is not None and rows:
+        kept = [batch.kept[row] for row in rows]
+        tensors |= {"kept": torch.cat(kept), "kept_sizes": torch.tensor([len(ids) for ids in kept])}
     for name in (*COLUMNS, *OPTIONAL_COLUMNS):
         if (column := getattr(batch, name)) is not None:
             tensors[name] = column[rows].contiguous()
@@ -224,6 +227,8 @@ def _batch(parts: list[dict[str, Tensor]], config: Config) -> Batch:
     ]
     if "teacher_index" in parts[0]:
         columns["teacher"] = _teacher(parts, width, config)
+    kept = [part["kept"].split(part["kept_sizes"].tolist()) for part in parts if "kept" in part]
+    columns["kept"] = list(chain(*kept)) or None
     columns["routes"] = same_width(list(chain(*routes)), list(chain(*lengths)))
     if any("images" in part for part in parts):
         columns["images"] = [row for n, part in enumerate(parts) for row in _images(n, part)]

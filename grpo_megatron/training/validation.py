@@ -22,6 +22,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.parallel.exchange import exchange, gather_groups, gather_rows
 from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.report.metrics import Metrics
+from grpo_megatron.rollout.engine import Truncation
 from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.generator import Generator, is_declined
 from grpo_megatron.storage.files import write_file
@@ -98,7 +99,7 @@ class Validator:
                 version=version,
                 max_tokens=self.max_tokens,
                 temperature=self.val.temperature,
-                top_p=self.val.top_p,
+                truncation=Truncation(self.val.top_p),
                 metrics=discarded,
             )
             graded = [s for s in samples if self.mesh.is_replica_leader and s.index < BRANCH and not is_declined(s)]

@@ -57,6 +57,29 @@ BY_GROUP = [
 LENGTHS = [[3, 2, 3, 3], [3, 3, 3, 1]]
 
 
+def test_the_optimal_token_baseline_weighs_returns_by_what_came_before() -> None:
+    """Rewards 1 and 0, norms (1, 1) and (.5, 1.5, 2), summed (1, 2) and (.5, 2, 4): B = 1 / 1.5, 2 / 4, and 0 for one alone.
+
+    The second response has an observation behind its first token. Of the first reward, .4 of the first turn: G = (1, .6).
+    """
+    table = make_table([[1, 0], [1, 1]], [[2, 4], [1, 1]])
+    assert run(table, "grpo")[0] != 0
+    table = replace(
+        table,
+        loss_spans=[[(0, 2)], [(0, 1), (2, 4)], [(0, 1)], [(0, 1)]],
+        score_norms=[[1, 1], [0.5, 9, 1.5, 2], [1], [1]],
+    )
+    want = [[1 / 3, 1 / 2], [-2 / 3, 0, -1 / 2, 0], [0.0], [0.0]]
+    for turns, second in (([], 1.0), ([[(0, 0.4)], [], [], []], 0.6)):
+        got = per_token(
+            replace(table, turn_rewards=turns), run(replace(table, turn_rewards=turns), "optimal_token_baseline")
+        )
+        want[0][1], want[1][2] = second / 2, -second / 2
+        assert [pytest.approx(row) for row in want] == got
+    silent = replace(table, score_norms=[[0] * 2, [0] * 4, [0], [0]])  # every token was certain: no baseline
+    assert run(silent, "optimal_token_baseline")[:2] == [[1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+
+
 def test_an_estimator_stands_in_the_file_of_its_family() -> None:
     for name in BY_GROUP:
         assert advantage_estimators.get(name) is vars(reinforce if name in ("rloo", "opo", "gpg") else grpo)[name]
@@ -339,6 +362,7 @@ def test_what_would_overflow_is_refused(name: str, size: float) -> None:
 @pytest.mark.parametrize("penalty", [None, 5e12])  # 5e12: the largest coefficient times the largest KL of a token
 def test_at_the_bound_all_is_finite(name: str, by_std: bool, penalty: float | None) -> None:
     table = table_of(MAX_ABSOLUTE, penalty)
+    table = replace(table, score_norms=[[1.0] * length for length in table.response_length])
     values = per_token(table, run(table, name, norm_adv_by_std_in_grpo=by_std, gamma=0.5))
     numbers = torch.tensor([value for row in values for value in row], dtype=torch.float32)
     assert numbers.isfinite().all() and numbers.square().isfinite().all()

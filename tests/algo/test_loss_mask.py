@@ -82,13 +82,14 @@ def two_tables(*, penalties: bool = False, steps: bool = False) -> tuple[GroupTa
 
     values = [[rng.random() if in_loss else POISON for in_loss in mask] for mask in MASKS]
     full = table(MASKS, full_penalties, full_steps)
-    full = replace(full, loss_spans=[spans(mask) for mask in MASKS], values=values)
+    full = replace(full, loss_spans=[spans(mask) for mask in MASKS], values=values, score_norms=values)
     compact_penalties, compact_values = (
         [kept(row, mask) for row, mask in zip(rows, MASKS, strict=True)] for rows in (full_penalties, values)
     )
     compact = table([[1] * n for n in NUM_LOSS_TOKENS], compact_penalties, compact_steps)
     parts = [[reward, float(row % 2)] for row, reward in enumerate(full.reward)]
-    return replace(full, reward_parts=parts), replace(compact, values=compact_values, reward_parts=parts)
+    columns = {"values": compact_values, "score_norms": compact_values, "reward_parts": parts}
+    return replace(full, reward_parts=parts), replace(compact, **columns)
 
 
 @pytest.mark.parametrize("penalties", [False, True])

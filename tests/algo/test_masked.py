@@ -103,6 +103,42 @@ def test_gradient_is_the_derivative_at_frozen_masks(name: str) -> None:
     torch.testing.assert_close(gradient_of(inputs, config, name), numeric, rtol=1e-6, atol=1e-8)
 
 
+def weight_of_row(name: str, d: list[float], t: int, advantage: float) -> float:
+    """The frozen weight of a row's loss token t, from the definitions; `d`: the log-ratios of the row's loss tokens."""
+    if name == "vespo":
+        k, decay = (2.0, 3.0) if advantage >= 0 else (3.0, 2.0)
+        return math.exp(k * sum(d) + decay * (1 - math.exp(sum(d))))
+    future = sum(x * 2.0 ** -(s - t) for s, x in enumerate(d) if s >= t and x <= math.log(3.0))
+    high = 1.0 if advantage < 0 and d[t] > math.log(1.1) else 1.2
+    return min(max(math.exp(future), 0.8), high)
+
+
+@pytest.mark.parametrize("name", ["vespo", "fipo"])
+def test_gradient_is_the_derivative_at_frozen_weights(name: str) -> None:
+    """FIPO's surrogate is clipped, and so are its weights: to 0.8 and 1.2, or 1 above the safety threshold 1.1."""
+    fipo = {"fipo_decay_rate": 1.0, "fipo_clip_high_only": False, "fipo_safety_threshold": 1.1}
+    config, current = actor(**CLIP, **(fipo if name == "fipo" else {})), random_logprobs()
+    inputs = random_inputs(current)
+    assert inputs.correction is not None
+    weights = torch.zeros_like(current)
+    for row, mask in enumerate(MASK):
+        tokens = [token for token, is_in_loss in enumerate(mask) if is_in_loss]
+        d = (current - inputs.old_logprobs)[row, tokens].tolist()
+        for place, token in enumerate(tokens):
+            weights.data[row, token] = weight_of_row(name, d, place, float(inputs.advantages[row, token]))
+    assert len(set(weights.flatten().tolist())) > 3
+    scale = inputs.token_weights * inputs.correction * weights.detach()
+
+    def surrogate(x: torch.Tensor) -> torch.Tensor:
+        ratio, advantages = (x - inputs.old_logprobs).exp(), inputs.advantages
+        worst = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.28))
+        clipped = torch.where(advantages < 0, torch.minimum(worst, -3.0 * advantages), worst)
+        return (scale * (-advantages * x if name == "vespo" else clipped)).sum()
+
+    numeric = central_difference(surrogate, current)
+    torch.testing.assert_close(gradient_of(inputs, config, name), numeric, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize("kl", ["k1", "k3"])
 def test_the_unbiased_kl_has_the_gradient_of_the_expectation(kl: str) -> None:
     """Values rho (log pi - log ref) and, for k3, rho (log pi - log ref) of the gradient on log pi. k1: one rho more."""

@@ -85,6 +85,7 @@ PATH algorithm.adv_estimator=grpo_process => set reward_model.kind=process with 
 'reward_models={a: {path: REWARD}}' => reward_models.a.path='REWARD' is a language model, whose new head
 'reward_models={a b: {path: REWARD}}' => reward_models.a b: the name is part of metric names
 'reward_models={a: {coefficient: 2}}' => reward_models.a.path is not set
+rollout.top_k=101 => rollout.top_k=101 keeps all of the 101 ids; set a smaller number
 'teachers={t: {path: REWARD}}' distillation.kl=jsd distillation.top_k=101 => not fewer than the policy's 101 ids
 PATH algorithm.filter_groups.enable=true => algorithm.filter_groups.enable compares rewards while
 """

@@ -122,6 +122,9 @@ algorithm.adv_estimator=gdpo algorithm.gdpo_reward_keys=[a,b] algorithm.gdpo_rew
 actor.use_unbiased_kl=true actor.kl_loss_type=k2 => is unbiased for the values of k1 and k3 alone
 algorithm.rollout_correction.prox_logp_method=loglinear algorithm.rollout_correction.rollout_rs=token => set prox_logp_method
 algorithm.rollout_correction.prox_logp_method=loglinear actor.top_entropy_quantile=0.2 => set prox_logp_method=recompute
+rollout.top_p=0.9 => leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set rollout.top_k=64
+rollout.min_p=0.1 => set rollout.top_k=64, say, which bounds them
+TEACHER rollout.top_k=20 => cuts the policy's distribution, and teachers score the full vocabulary
 actor.echo_coef=0.1 => actor.echo_coef=0.1 has no effect with rollout.multi_turn.environment=null
 reward.length.kind=target => reward.length.kind=target needs reward.length.target_len
 actor.loss_mode=gspo => set loss_agg_mode=seq-mean-token-mean

@@ -54,7 +54,8 @@ def settings(
 @pytest.mark.parametrize(
     ("layout", "engine"),
     [
-        pytest.param("2 nodes to 2 nodes", TRANSFORMERS),  # the second node that samples has its weights from the first
+        # the second node that samples has its weights from the first; the ids that top_k and top_p left travel, too
+        pytest.param("2 nodes to 2 nodes", {**TRANSFORMERS, "top_k": 20, "top_p": 0.9}),
         pytest.param("1 to 1", TRANSFORMERS, marks=pytest.mark.soak),
         pytest.param("pp2 to tp2", {}, marks=pytest.mark.soak),
         pytest.param("tp2 to tp1", {}, marks=pytest.mark.soak),
@@ -95,7 +96,7 @@ def test_without_a_lag_it_is_the_colocated_run(
 
 @pytest.mark.parametrize(
     ("lag", "rollout"),
-    [pytest.param(1, {}), *(pytest.param(lag, PARTIAL, marks=pytest.mark.soak) for lag in (2, 4))],
+    [pytest.param(1, {}), *(pytest.param(lag, {**PARTIAL, "top_k": 20}, marks=pytest.mark.soak) for lag in (2, 4))],
 )
 def test_no_delay_changes_a_bit(workspace: Path, tmp_path: Path, lag: int, rollout: dict[str, Any]) -> None:
     """Phases, messages, rewards. Also a census: each token's log-probability is that of its version's weights, and no other's."""

@@ -24,6 +24,7 @@ from grpo_megatron.exact.layers import exact_logprobs
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.exact.self_test import ExactShapes, self_test
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.layers.head import KeptTargets
 from grpo_megatron.rollout.build import exact_engine_problem
 from grpo_megatron.starting.prepare import ArithmeticOptions, prepare_inputs
 from tests import tiny, worlds
@@ -254,18 +255,22 @@ def test_the_self_test_finds_threads_and_kernels_that_look_at_their_shapes(one_t
         assert "has other bits when it is decoded" in (self_test(SHAPES, torch.float32) or "")
 
 
-def test_the_heads_gradients_are_those_of_the_distribution_at_the_temperature(one_thread: None) -> None:
-    """Beside float64 autograd; both the log-probabilities and the entropies have a gradient."""
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_heads_gradients_are_those_of_the_distribution_at_the_temperature(one_thread: None, is_cut: bool) -> None:
+    """Beside float64 autograd; both the log-probabilities and the entropies have a gradient. Cut: over three ids each."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(20, 64, requires_grad=True), torch.randn(100, 64, requires_grad=True)
     targets, coefficients = torch.randint(100, (20,)), torch.randn(2, 20)
     group = mock.Mock(size=lambda: 1, rank=lambda: 0)
     with mock.patch.object(torch.distributed, "all_reduce"):
         given: Any = {"vocab_size": 100, "tp_rank": 0, "group": group, "temperature": 0.7, "chunk": 16}
-        logprobs, entropy = exact_logprobs(hidden, weight, targets, **given)
+        ids = torch.stack([targets, (targets + 1) % 100, (targets + 40) % 100], 1)
+        kept = KeptTargets.of(torch.full((20,), 3), ids.flatten(), ids.device) if is_cut else None
+        logprobs, entropy = exact_logprobs(hidden, weight, targets, kept, **given)
         (coefficients[0] * logprobs + coefficients[1] * entropy).sum().backward()
     doubles = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
-    logp = (doubles[0] @ doubles[1].T / 0.7).log_softmax(1)
+    outside = torch.ones(20, 100, dtype=torch.bool).scatter(1, ids, False) & is_cut
+    logp = (doubles[0] @ doubles[1].T / 0.7).masked_fill(outside, -1e300).log_softmax(1)
     entropies = -(logp.exp() * logp).sum(1)
     (coefficients[0] * logp[torch.arange(20), targets] + coefficients[1] * entropies).sum().backward()
     for ours, reference in zip((hidden, weight), doubles, strict=True):

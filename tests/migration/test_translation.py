@@ -190,16 +190,25 @@ def test_a_reward_that_is_left_to_the_user_is_one_mistake(tmp_path: Path, capsys
     assert "reward.components=CHANGE_ME" in told and "has no reward of its own" not in told
 
 
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_both_of_verls_optimal_token_baselines_are_one_here(tmp_path: Path, name: str) -> None:
+    text = f"algorithm: {{adv_estimator: {name}}}\nactor_rollout_ref: {{actor: {{calculate_sum_pi_squared: true}}}}\n"
+    assert imported("verl", text, ".yaml", tmp_path)[0].algorithm.adv_estimator == "optimal_token_baseline"
+
+
 def test_a_value_that_is_refused_here_is_left_out_with_the_reason(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "num_generations: 4\ntop_p: 0.95\ntop_k: 50\nvllm_importance_sampling_cap: 4.0\nscale_rewards: group\n"
+    text = "num_generations: 4\ntop_p: 0.95\ntop_k: 5000\nvllm_importance_sampling_cap: 4.0\nscale_rewards: group\n"
     config, written = imported("trl", text, ".yaml", tmp_path)
-    assert config.rollout.top_p == 1 and config.algorithm.rollout_correction.rollout_rs_threshold == 4
+    assert (config.rollout.top_p, config.rollout.top_k) == (
+        0.95,
+        64,
+    ) and config.algorithm.rollout_correction.rollout_rs_threshold == 4
     assert "rollout_is_threshold:" not in written and "method: dupo" not in written
     warned = capsys.readouterr().err
-    assert "top_p=0.95: not written as rollout.top_p: the policy's log-probabilities are of the full" in warned
-    assert "top_k=50: not written as rollout.top_k" in warned
+    assert "top_k=5000: not written as rollout.top_k: set 4096 or less" in warned
+    assert "rollout.top_p=0.95: set rollout.top_k=64 too, which bounds the ids" in warned
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from unittest import mock
 import pytest
 import torch
 
-from grpo_megatron.models.layers.head import vocab_parallel_logprobs
+from grpo_megatron.models.layers.head import KeptTargets, vocab_parallel_logprobs
 from grpo_megatron.models.layers.spec import Kernels
 from tests import tiny, worlds
 from tests.models.policies import LAYOUTS, Layout, world
@@ -44,6 +44,8 @@ CASES: list[Case] = [
     ("float32", 1.0, 3, 7, "logprobs"),  # on two ranks the second has padding only
     ("float32", 1.0, 3, 33, "entropy"),
     ("bfloat16", 0.7, 6, 37, "both"),
+    ("float32", 0.7, 6, 37, "cut"),  # both, over the target and two others
+    ("bfloat16", 1.0, 6, 37, "cut"),
 ]
 
 
@@ -68,11 +70,13 @@ def both_ways(tp: int) -> dict[tuple[Case, bool], dict[str, torch.Tensor]]:
         _, temperature, _, vocabulary, which = case
         hidden, weight, targets, upstream = inputs(case, tp, mesh.tp_rank)
         sizes = {"vocab_size": vocabulary, "tp_rank": mesh.tp_rank, "group": mesh.tp_group, "chunk": CHUNK}
+        ids, counts = torch.stack([targets, 36 - targets, (targets + 1) % 37], 1), torch.full_like(targets, 3)
+        kept = KeptTargets.of(counts, ids.flatten(), ids.device) if which == "cut" else None
         logprobs, entropy = vocab_parallel_logprobs(
-            hidden, weight, targets, temperature=temperature, is_fused=is_fused, **sizes
+            hidden, weight, targets, temperature=temperature, is_fused=is_fused, kept=kept, **sizes
         )
         loss = {"logprobs": upstream[0] @ logprobs, "entropy": upstream[1] @ entropy}
-        (sum(loss.values()) if which == "both" else loss[which]).backward()
+        (sum(loss.values()) if which in ("both", "cut") else loss[which]).backward()
         assert hidden.grad is not None and weight.grad is not None
         got = {"logprobs": logprobs, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
         out[case, is_fused] = {name: tensor.detach() for name, tensor in got.items()}

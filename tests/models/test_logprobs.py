@@ -22,43 +22,53 @@ def inputs(scale: float) -> dict[str, torch.Tensor]:
     }
 
 
-def whole(scale: float, temperature: float) -> dict[str, torch.Tensor]:
-    """The definition, in float64."""
+def kept_ids(is_cut: bool) -> list[list[int]]:
+    """The ids of each target: all of them, or 1 to 5 with the target's own, in no order; target 3 has the full vocabulary."""
+    targets = inputs(1.0)["targets"].tolist()
+    sets = [sorted({target, *range(target % 7, target % 7 + i % 5)}, reverse=True) for i, target in enumerate(targets)]
+    return [sets[i] if is_cut and i != 3 else [] for i in range(N)]
+
+
+def whole(scale: float, temperature: float, is_cut: bool = False) -> dict[str, torch.Tensor]:
+    """The definition, in float64: a softmax over the logits of the kept ids alone."""
     given = inputs(scale)
     hidden = given["hidden"].double().requires_grad_()
     weight = given["weight"].double().requires_grad_()
-    logp = (hidden @ weight.T / temperature).log_softmax(-1)
-    logprobs = logp.gather(1, given["targets"][:, None]).squeeze(1)
-    entropy = -(logp.exp() * logp).sum(-1)
+    logprobs, entropy, squares = (torch.zeros(N, dtype=torch.float64) for _ in range(3))
+    for i, (logits, ids) in enumerate(zip(hidden @ weight.T / temperature, kept_ids(is_cut), strict=True)):
+        ids = ids or list(range(VOCAB))
+        logp = logits[ids].log_softmax(0)
+        logprobs[i], entropy[i] = logp[ids.index(int(given["targets"][i]))], -(logp.exp() * logp).sum()
+        squares[i] = (2 * logp.detach()).exp().sum()
     (given["grad"].double() * torch.stack([logprobs, entropy])).sum().backward()
-    return {"logprobs": logprobs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}  # type: ignore[dict-item]
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": entropy.detach(),
+        "squares": squares,
+        "hidden": hidden.grad,
+        "weight": weight.grad,
+    }  # type: ignore[dict-item]
 
 
 @ranks()
-def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str, torch.Tensor]:
+def parallel(tp: int, chunk: int, scale: float, temperature: float, is_cut: bool = False) -> dict[str, torch.Tensor]:
     """On `tp` ranks, each with its rows of the padded weight. Padding rows are huge, so that using one would show."""
     import torch.distributed as dist
 
     from grpo_megatron.device import Device
-    from grpo_megatron.models.layers.head import vocab_parallel_logprobs
+    from grpo_megatron.models.layers.head import KeptTargets, vocab_parallel_logprobs, vocab_parallel_squares
     from grpo_megatron.parallel.mesh import build_mesh
 
     mesh = build_mesh(Device("cpu"), tp=tp, pp=1, rollout_tp=1)
-    given = inputs(scale)
+    given, sets = inputs(scale), kept_ids(is_cut)
+    counts, ids = torch.tensor([len(own) for own in sets]), torch.tensor([id for own in sets for id in own])
     padded = -(-VOCAB // (8 * tp)) * 8 * tp
     weight = torch.cat([given["weight"], torch.full((padded - VOCAB, HIDDEN), 1e4)]).chunk(tp)[mesh.tp_rank]
     weight = weight.clone().requires_grad_()
     hidden = given["hidden"].requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(
-        hidden,
-        weight,
-        given["targets"],
-        vocab_size=VOCAB,
-        tp_rank=mesh.tp_rank,
-        group=mesh.tp_group,
-        temperature=temperature,
-        chunk=chunk,
-    )
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "tp_rank": mesh.tp_rank, "group": mesh.tp_group, "chunk": chunk}
+    sizes["temperature"], kept = temperature, KeptTargets.of(counts, ids, torch.device("cpu")) if is_cut else None
+    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, given["targets"], **sizes, kept=kept)
     (given["grad"][0] @ logprobs + given["grad"][1] @ entropy).backward()
     assert hidden.grad is not None and weight.grad is not None
     dist.all_reduce(hidden.grad, group=mesh.tp_group)
@@ -68,6 +78,7 @@ def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str,
     return {
         "logprobs": logprobs.detach(),
         "entropy": entropy.detach(),
+        "squares": vocab_parallel_squares(hidden, weight, **sizes, kept=kept),
         "hidden": hidden.grad,
         "weight": whole_weight[:VOCAB],
         "padding": whole_weight[VOCAB:],
@@ -75,13 +86,15 @@ def parallel(tp: int, chunk: int, scale: float, temperature: float) -> dict[str,
 
 
 @pytest.mark.parametrize(("tp", "chunk"), [(1, 4), (2, 4), (2, 1024), (4, 3)])
-@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (1.0, 0.7), (250.0, 1.0)])
-def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "temperature", "is_cut"), [(1.0, 1.0, False), (1.0, 0.7, False), (250.0, 1.0, False), (1.0, 0.7, True)]
+)
+def test_equals_the_definition(tp: int, chunk: int, scale: float, temperature: float, is_cut: bool) -> None:
     """scale 250: logits around +-1000, where exp without the maximum subtracted overflows."""
-    want = whole(scale, temperature)
-    for got in parallel(tp, tp=tp, chunk=chunk, scale=scale, temperature=temperature):
+    want = whole(scale, temperature, is_cut)
+    for got in parallel(tp, tp=tp, chunk=chunk, scale=scale, temperature=temperature, is_cut=is_cut):
         tolerance = 1e-6 if scale == 1 else 1e-4  # softmax of float32 logits near 1000 is exact to 1e-4
-        for name in ("logprobs", "entropy", "hidden", "weight"):
+        for name in ("logprobs", "entropy", "squares", "hidden", "weight"):
             size = max(4 * scale, want[name].abs().max().item())  # float32 logits are exact to 6e-8 of their size
             torch.testing.assert_close(got[name].double(), want[name], rtol=0, atol=tolerance * size, msg=name)
         assert (got["padding"] == 0).all()

@@ -33,7 +33,7 @@ from tests.tiny import make_model
 # -- one token ---------------------------------------------------------------------------------------------------------
 
 
-def sample(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[int], list[float]]:
+def sample(logits: torch.Tensor, seed: int = 0, **settings: Any) -> tuple[list[int], list[float], list[Any]]:
     request = Request((1,), 0, max_tokens=1, **settings)
     generator = random.Random(seed)
     return sample_tokens(logits, [request] * len(logits), [generator.random] * len(logits))
@@ -43,7 +43,7 @@ def test_tokens_have_the_frequencies_of_their_distribution() -> None:
     """20,000 samples: a count has a standard deviation of sqrt(20000 p (1 - p)), at most 71. The bound is five of them."""
     row = torch.tensor([0.0, 1.0, -1.0, 2.0, float("-inf"), 0.5])
     for temperature in (1.0, 0.5):
-        tokens, logprobs = sample(row.expand(20_000, -1), temperature=temperature)
+        tokens, logprobs, _ = sample(row.expand(20_000, -1), temperature=temperature)
         expected = (row / temperature).log_softmax(0)
         counts = Counter(tokens)
         for token, logprob in enumerate(expected.tolist()):
@@ -60,13 +60,17 @@ def test_top_k_and_top_p_renormalise_and_greedy_takes_the_most_likely() -> None:
         ({"top_p": 0.71}, {1: 0.4, 3: 0.3, 2: 0.2}),
         ({"top_p": 0.01}, {1: 1.0}),
         ({"top_k": 3, "top_p": 0.5}, {1: 0.4, 3: 0.3}),  # of 0.4 + 0.3 + 0.2, 0.4 is less than half
+        ({"min_p": 0.49}, {1: 0.4, 3: 0.3, 2: 0.2}),
+        ({"min_p": 0.49, "top_p": 0.7}, {1: 0.4, 3: 0.3}),  # of 0.9, 0.63
         ({"top_k": 9}, {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}),
     ]:
-        tokens, logprobs = sample(row, **settings)  # type: ignore[arg-type]
+        tokens, logprobs, sets = sample(row, max_kept=4, **settings)  # type: ignore[arg-type]
         assert set(tokens) == set(kept)
+        assert all(ids.tolist() == sorted(kept) for ids in sets if ids is not None)
+        assert (sets[0] is None) == (len(kept) == 4)  # as many as may be told, or more
         for token, logprob in zip(tokens, logprobs, strict=True):
             assert math.exp(logprob) == pytest.approx(kept[token] / sum(kept.values()), rel=1e-6)
-    tokens, logprobs = sample(row, temperature=0)
+    tokens, logprobs, _ = sample(row, temperature=0)
     assert set(tokens) == {1} and math.exp(logprobs[0]) == pytest.approx(0.4)
     # A token of probability zero is never sampled. 1 - 2**-53 times the sum may round to the sum: 1 stands for that.
     row = torch.tensor([[0.0, 0.3, float("-inf")]])

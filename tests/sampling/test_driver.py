@@ -6,9 +6,10 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from grpo_megatron.rollout.engine import Completion, stable_hash
+from grpo_megatron.rollout.engine import Completion, Truncation, stable_hash
 from grpo_megatron.sampling.multi_turn import Answer, Trajectory, play
 from tests.fakes import END, LIMITS, FakeAnswers, FakeEngine, trajectory
 
@@ -102,6 +103,19 @@ def test_when_no_environment_can_run_nothing_stays_in_the_engine() -> None:
     with pytest.raises(RuntimeError, match="no worker can run"):
         list(play([trajectory(i) for i in range(6)], engine, answers, 3, 1))  # type: ignore[arg-type]
     assert not engine.queue and engine.aborted
+
+
+def test_kept_ids_stay_with_their_tokens() -> None:
+    """Two turns with an observation between them, which was not sampled; another conversation begins without any."""
+    t, ids = trajectory(0, truncation=Truncation(top_k=2, max_kept=18)), [np.array([n], np.int32) for n in (5, 6, 7)]
+    t.begin(Answer([1]))
+    t.generated(Completion([5, 6], [-1.0, -1.0], "stop", kept=[ids[0], None]), 1)
+    t.answered(Answer([8, 9]), 2)
+    t.generated(Completion([7], [-1.0], "stop", kept=[ids[2]]), 3)
+    assert t.request().max_kept == 18 and t.request().top_k == 2
+    assert [None if one is None else one.tolist() for one in t.kept] == [[5], None, [], [], [7]]
+    t._branch([1, 2], 4)
+    assert t.kept == [] and len(t.branches[0].kept) == 5
 
 
 def test_a_trajectory_ends_at_the_limit_of_turns() -> None:

@@ -14,7 +14,7 @@ from grpo_megatron.parallel.mesh import RankError
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.step import record_samples
 from grpo_megatron.rewards.reward import RewardFacts, RewardItem, RewardResult, rewards
-from grpo_megatron.rollout.engine import sample_seed
+from grpo_megatron.rollout.engine import Truncation, sample_seed
 from grpo_megatron.sampling.generator import Generator, Grading, LengthHistory, check_failures
 from grpo_megatron.types import GREEDY, Prompt, Sample
 from tests.fakes import FakeRewardPool, LoneMesh, SeedEngine, prompt
@@ -48,7 +48,7 @@ def test_other_steps_other_rounds_and_repeated_prompts_draw_anew() -> None:
 
 
 def test_a_greedy_response_is_one_more() -> None:
-    samples, engine = draw([3], greedy=True, top_p=0.9)
+    samples, engine = draw([3], greedy=True, truncation=Truncation(0.9))
     assert [s.index for s in samples] == [GREEDY, 0, 1]
     assert [(r.temperature, r.top_p) for r in engine.requests] == [(0.0, 1.0), (0.7, 0.9), (0.7, 0.9)]
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from grpo_megatron.config import MultiTurnConfig
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import Outcome, Step, TurnRequest
-from grpo_megatron.rollout.engine import Completion, Request
+from grpo_megatron.rollout.engine import FULL, Completion, Request
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, Trajectory, TrajectoryLimits, play
 from tests.fakes import LoneMesh
 from tests.files import QWEN_SMALL
@@ -112,7 +112,7 @@ def played(
     renderer.check(role, may_rewrite=True)
     pool, engine = Game(seed, role, turns, game.get("reward", False)), Scripted(tokenizer, family, seed, role)
     answers = EnvironmentAnswers(pool, renderer, MultiTurnConfig(), LoneMesh())  # type: ignore[arg-type]
-    trajectory = Trajectory("one", {}, 0, 5, TrajectoryLimits(4096, 4096, 99), 1.0, 1.0, 3)
+    trajectory = Trajectory("one", {}, 0, 5, TrajectoryLimits(4096, 4096, 99), 1.0, FULL, 3)
     for _ in play([trajectory], engine, answers, 3, 1):  # type: ignore[arg-type]
         pass
     assert trajectory.is_over and not answers._histories, trajectory.message
@@ -186,7 +186,7 @@ def test_an_agents_own_words_are_rendered_and_it_may_begin_again() -> None:
 
     engine = Scripted(tokenizer, "qwen3_5_think", 0, "tool")
     answers = EnvironmentAnswers(Client(0, "tool", 9, False), renderer, MultiTurnConfig(), LoneMesh())  # type: ignore[arg-type]
-    trajectory = Trajectory("one", {}, 0, 5, TrajectoryLimits(4096, 4096, 99), 1.0, 1.0, 3)
+    trajectory = Trajectory("one", {}, 0, 5, TrajectoryLimits(4096, 4096, 99), 1.0, FULL, 3)
     for _ in play([trajectory], engine, answers, 3, 1):  # type: ignore[arg-type]
         pass
     second, third = (tokenizer.decode(prompt) for prompt, _ in engine.log[1:])

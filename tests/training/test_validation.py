@@ -68,7 +68,7 @@ def test_every_validation_draws_alike_and_is_timed_as_testing(tmp_path: Path) ->
     assert part.run(0, metrics) == part.run(5, metrics)
     first, second = generator.draws
     assert first == {**second, "version": 0} and second["version"] == 5
-    assert (first["round_id"], first["n"], first["max_tokens"], first["top_p"]) == (-1, 2, 9, 0.9)
+    assert (first["round_id"], first["n"], first["max_tokens"], first["truncation"].top_p) == (-1, 2, 9, 0.9)
     assert set(metrics.reduce()) == {"timing_s/testing"}
 
 

@@ -254,7 +254,7 @@ class ScalarPolicy(ScalarReader, Policy):
         self._offload_weights(unchanged=True)
         return numbers
 
-    def logprobs(self, batch: Batch, temperature: float | None = None, entropies: Tensor | None = None) -> Tensor:
+    def logprobs(self, batch: Batch, *unused: Any, **also_unused: Any) -> Tensor:
         """Returns the numbers, where a loss reads log-probabilities (algo/reward_models.py)."""
         return self.numbers(batch)
 

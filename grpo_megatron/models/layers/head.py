@@ -25,6 +25,43 @@ from grpo_megatron.shapes import Float, Int
 # over all micro-batches; elsewhere it is rounded once per micro-batch. A float32 weight's needs no rounding.
 
 
+class KeptTargets(NamedTuple):
+    """The ids that N targets were sampled from, M in all. The other logits of a target are minus infinity (rollout.top_k).
+
+    log-probabilities, entropies and gradients then are those of the distribution over these ids.
+    """
+
+    ids: Tensor  # int64 [M], those of target 0 first
+    targets: Tensor  # int64 [M], the target of each id
+    is_cut: Tensor  # bool [N, 1]; false: a target of the full vocabulary, without ids
+    ends: list[int]  # [N + 1], on the host: the ids of target i are [ends[i], ends[i + 1])
+
+    @classmethod
+    def of(cls, counts: Tensor, ids: Tensor, device: torch.device) -> KeptTargets:
+        """Makes them from the number of ids of each target [N] and the ids [M], on the host."""
+        targets, ends = torch.arange(len(counts)).repeat_interleave(counts), [0, *counts.cumsum(0).tolist()]
+        return cls(ids.long().to(device), targets.to(device), (counts > 0)[:, None].to(device), ends)
+
+    def outside(self, part: slice, first: int, width: int) -> Tensor:
+        """Marks the columns without an id [n, width], for the targets `part` and a shard that begins with id `first`."""
+        is_cut = self.is_cut[part]
+        own = slice(self.ends[part.start], self.ends[part.start + len(is_cut)])
+        columns = self.ids[own] - first
+        columns = torch.where((columns >= 0) & (columns < width), columns, width)  # one column more: no synchronisation
+        outside = is_cut.repeat(1, width + 1)
+        outside[self.targets[own] - part.start, columns] = False
+        return outside[:, :width]
+
+
+MASKED_LOGIT = -1e30  # stands for minus infinity: finite, so that 0 times it is 0; a bfloat16 number
+
+
+def local_logits(hidden: Tensor, weight: Tensor, outside: Tensor | None) -> Tensor:
+    """Computes this rank's logits [n, v] in the weight's type, MASKED_LOGIT where `outside`."""
+    logits = hidden @ weight.T
+    return logits if outside is None else logits.masked_fill_(outside, MASKED_LOGIT)
+
+
 class ChunkResults(NamedTuple):
     """The inputs of the gradient of a chunk's logits, each [n]: targets' columns, results, gradients of the results."""
 
@@ -47,6 +84,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         group: Any,
         is_fused: bool,
         num_rows: int,
+        kept: KeptTargets | None,
+        first: int,
     ) -> tuple[Tensor, Tensor]:
         rows = weight[:num_rows]  # without the padding
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
@@ -54,14 +93,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         compute = _fused_sums if is_fused else _sums
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            top, sums = compute(hidden[part], rows, columns[part], temperature, group)
+            outside = None if kept is None else kept.outside(part, first, num_rows)
+            top, sums = compute(hidden[part], rows, columns[part], temperature, group, outside)
             all_reduce(sums, dist.ReduceOp.SUM, group)
             log_z = sums[0].log()
             logprobs[part] = sums[2] - log_z
             entropy[part] = log_z - sums[1] / sums[0]
             lse[part] = top + log_z
         ctx.save_for_backward(hidden, weight, columns, entropy, lse)
-        ctx.is_fused = is_fused
+        ctx.is_fused, ctx.kept, ctx.first = is_fused, kept, first
         prepare_backward(ctx, weight, temperature, chunk, num_rows)
         return logprobs, entropy
 
@@ -72,10 +112,11 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
         def gradient(part: slice) -> Tensor:
             given: list[Any] = [None if tensor is None else tensor[part] for tensor in (*saved, *grads)]
-            return compute(hidden[part], rows, ctx.temperature, ChunkResults(*given))
+            outside = None if ctx.kept is None else ctx.kept.outside(part, ctx.first, ctx.num_rows)
+            return compute(hidden[part], rows, ctx.temperature, ChunkResults(*given), outside)
 
         has_gradient = any(grad is not None for grad in grads)
-        return *head_gradients(ctx, hidden, weight, gradient if has_gradient else None), *[None] * 6
+        return *head_gradients(ctx, hidden, weight, gradient if has_gradient else None), *[None] * 8
 
 
 def prepare_backward(ctx: Any, weight: Tensor, temperature: float, chunk: int, num_rows: int) -> None:
@@ -137,9 +178,9 @@ def all_reduce(tensor: Tensor, operation: Any, group: Any) -> None:
         dist.all_reduce(tensor, operation, group=group)
 
 
-def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, temperature: float, outside: Tensor | None = None) -> Tensor:
     """Computes this rank's logits [n, v] in float32, divided by the temperature."""
-    logits = (hidden @ weight.T).float()
+    logits = local_logits(hidden, weight, outside).float()
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -149,9 +190,11 @@ def local_targets(logits: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
     return rows, columns[rows]
 
 
-def shifted_logits(hidden: Tensor, weight: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+def shifted_logits(
+    hidden: Tensor, weight: Tensor, temperature: float, group: Any, outside: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns this rank's logits [n, v] less the largest ones of all ranks, and these [n]."""
-    logits = logits_of(hidden, weight, temperature)
+    logits = logits_of(hidden, weight, temperature, outside)
     top = logits.amax(dim=1) if weight.shape[0] else logits.new_full((len(logits),), -torch.inf)
     all_reduce(top, dist.ReduceOp.MAX, group)
     logits -= top[:, None]
@@ -166,22 +209,25 @@ def sums_of(logits: Tensor, exp: Tensor, columns: Tensor) -> Tensor:
     return torch.stack([exp.sum(1), (exp * logits).sum(1), at_target])
 
 
-def _sums(hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any) -> tuple[Tensor, Tensor]:
+def _sums(
+    hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any, outside: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Returns the rows' largest logits of all ranks [n], and three numbers of this rank's logits less these [3, n].
 
     The numbers are the sum of exp, the sum of exp * logit, and the target's logit, or 0.
     """
-    logits, top = shifted_logits(hidden, weight, temperature, group)
+    logits, top = shifted_logits(hidden, weight, temperature, group, outside)
     return top, sums_of(logits, logits.exp(), columns)
 
 
 def _fused_sums(
-    hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any
+    hidden: Tensor, weight: Tensor, columns: Tensor, temperature: float, group: Any, outside: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Computes `_sums` by a kernel that reads the logits once. exp(z - top) = exp(z - local top) exp(shift)."""
     from grpo_megatron.models.layers.head_kernel import row_statistics
 
-    local_top, total, weighted, at_target = row_statistics(hidden @ weight.T, columns, temperature)
+    logits = local_logits(hidden, weight, outside)
+    local_top, total, weighted, at_target = row_statistics(logits, columns, temperature)
     top = local_top.clone()
     all_reduce(top, dist.ReduceOp.MAX, group)
     shift = local_top - top
@@ -189,9 +235,11 @@ def _fused_sums(
     return top, torch.stack([shift.exp() * total, shift.exp() * (weighted + shift * total), at_target])
 
 
-def _gradient(hidden: Tensor, weight: Tensor, temperature: float, results: ChunkResults) -> Tensor:
+def _gradient(
+    hidden: Tensor, weight: Tensor, temperature: float, results: ChunkResults, outside: Tensor | None
+) -> Tensor:
     """Returns the gradient of this rank's logits before the temperature [n, v], in the weight's type."""
-    logp = logits_of(hidden, weight, temperature) - results.lse[:, None]
+    logp = logits_of(hidden, weight, temperature, outside) - results.lse[:, None]
     return (gradient_of(logp, logp.exp(), results) / temperature).to(weight.dtype)
 
 
@@ -208,14 +256,41 @@ def gradient_of(logp: Tensor, p: Tensor, results: ChunkResults) -> Tensor:
     return grad
 
 
-def _fused_gradient(hidden: Tensor, weight: Tensor, temperature: float, results: ChunkResults) -> Tensor:
+def _fused_gradient(
+    hidden: Tensor, weight: Tensor, temperature: float, results: ChunkResults, outside: Tensor | None
+) -> Tensor:
     """Computes `_gradient` by a kernel that writes it over the logits."""
     from grpo_megatron.models.layers.head_kernel import write_gradient
 
-    logits, (columns, entropy, lse, *grads) = hidden @ weight.T, results
+    logits, (columns, entropy, lse, *grads) = local_logits(hidden, weight, outside), results
     logprob_grads, entropy_grads = (torch.zeros_like(lse) if grad is None else grad.contiguous() for grad in grads)
     write_gradient(logits, columns, lse, entropy, logprob_grads, entropy_grads, temperature)
     return logits
+
+
+@torch.no_grad()
+def vocab_parallel_squares(
+    hidden: Float[Tensor, "N h"],
+    weight: Float[Tensor, "V_local h"],
+    *,
+    vocab_size: int,
+    tp_rank: int,
+    group: Any,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+    kept: KeptTargets | None = None,
+) -> Float[Tensor, " N"]:
+    """Returns sum_v p_v^2 of each target's distribution [N], float32. Arguments as of `vocab_parallel_logprobs`."""
+    first = tp_rank * weight.shape[0]
+    rows, parts = weight[: max(0, min(weight.shape[0], vocab_size - first))], [hidden.new_zeros(0).float()]
+    for start in range(0, len(hidden), chunk):
+        part = slice(start, start + chunk)
+        outside = None if kept is None else kept.outside(part, first, len(rows))
+        exp = shifted_logits(hidden[part], rows, temperature, group, outside)[0].exp()
+        sums = torch.stack([exp.sum(1), exp.square().sum(1)])
+        all_reduce(sums, dist.ReduceOp.SUM, group)
+        parts.append(sums[1] / sums[0].square())
+    return torch.cat(parts)
 
 
 def vocab_parallel_logprobs(
@@ -229,14 +304,17 @@ def vocab_parallel_logprobs(
     temperature: float = 1.0,
     chunk: int = 1024,
     is_fused: bool = False,
+    kept: KeptTargets | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
     """Returns log-probabilities [N] of `targets` and entropies [N], float32, identical on every rank of `group`.
 
     hidden [N, h] is whole on every rank. weight [padded vocabulary / tp, h] is this rank's part, rows in vocabulary order.
     targets [N] are in [0, vocab_size). The gradient of `hidden` is this rank's part of a sum over `group`: the caller
-    reduces it (Megatron's copy or gather region does this). `is_fused`: by Triton's kernels, on CUDA.
+    reduces it (Megatron's copy or gather region does this). `is_fused`: by Triton's kernels, on CUDA. `kept`: the ids that
+    the distribution of each target is over; None: all.
     """
     first = tp_rank * weight.shape[0]
     num_real = max(0, min(weight.shape[0], vocab_size - first))
     columns = targets - first  # in this rank's part; outside it for a target of another rank
-    return _VocabParallelLogprobs.apply(hidden, weight, columns, temperature, chunk, group, is_fused, num_real)  # type: ignore[no-any-return]
+    options = (temperature, chunk, group, is_fused, num_real, kept, first)
+    return _VocabParallelLogprobs.apply(hidden, weight, columns, *options)  # type: ignore[no-any-return]

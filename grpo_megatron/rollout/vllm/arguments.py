@@ -13,6 +13,7 @@ from pydantic import Field
 
 from grpo_megatron.config import ConfigError, RolloutConfig, Section
 from grpo_megatron.config.passthrough import PassThrough
+from grpo_megatron.rollout.engine import training_truncation
 
 
 class VllmOptions(Section):
@@ -151,6 +152,8 @@ def vllm_arguments(
         "generation_config": "vllm",  # vLLM's default silently takes temperature and top_p from the model folder
         "weight_transfer_config": transfer,
     }
+    if rollout.top_k > 0:
+        fixed["max_logprobs"] = training_truncation(rollout).max_kept
     if has_images:
         # Every rank has the full tower, as the trainer sends it, and computes some of the images.
         fixed["mm_encoder_tp_mode"] = "data" if rollout_tp > 1 else "weights"

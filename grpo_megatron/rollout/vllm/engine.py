@@ -9,12 +9,17 @@ There is no server. Weights never come from a file: the engine is built with dum
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import gc
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from grpo_megatron.config import ENGINE_TEMPERATURES, RolloutConfig
 from grpo_megatron.parallel.mesh import LostRank, RankError
@@ -33,7 +38,7 @@ from grpo_megatron.rollout.vllm.memory import EngineMemory
 from grpo_megatron.rollout.vllm.process import build_llm, ending_vllm, inside_vllm
 from grpo_megatron.rollout.vllm.routes import RouteTable
 from grpo_megatron.rollout.vllm.versions import finish_weight_update, invariance_problems, version_problems
-from grpo_megatron.types import PromptImage, WeightBucket
+from grpo_megatron.types import KeptIds, PromptImage, WeightBucket
 
 
 @dataclass
@@ -45,6 +50,8 @@ class _Entry:
     num_written: int  # tokens of `response_ids` that were part of the prompt
     response_ids: list[int]  # complete only with stop texts: vLLM then returns each token
     logprobs: list[float] = field(default_factory=list)
+    num_top: int = 0  # likeliest ids at each token
+    kept: list[KeptIds] = field(default_factory=list)
     engine_id: str = ""  # vLLM's name of the request
 
 
@@ -64,6 +71,7 @@ class VllmQueue:
         self._engine, self.inputs = llm.llm_engine, EngineInputs(llm.model_config.hf_config)
         self._sampling_params, self._kinds = sampling_params, RequestOutputKind
         self._eos_token_ids, self._routes = tuple(eos_token_ids), routes
+        self._vocab_size = llm.model_config.get_vocab_size()
         self._entries: dict[str, _Entry] = {}
         self._num_submitted = 0
         self._queried_tokens = self._cached_tokens = 0
@@ -84,9 +92,10 @@ class VllmQueue:
             temperature=request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
+            min_p=request.min_p,
             seed=request.seed,
             stop_token_ids=[*self._eos_token_ids, *request.all_stop_token_ids],
-            logprobs=0,  # of the sampled token only
+            logprobs=min(request.max_kept, self._vocab_size),  # 0: of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=self._kinds.DELTA if request.stop else self._kinds.FINAL_ONLY,
@@ -97,6 +106,7 @@ class VllmQueue:
         name = self._engine.add_request(request_id, self.inputs.prompt(request.prompt_ids, request.images), params)
         written = list(request.written)
         entry = _Entry(self._num_submitted, request.stop, request.num_written, written, engine_id=name)
+        entry.num_top = params.logprobs
         self._entries[request_id] = entry
         self._num_submitted += 1
 
@@ -151,15 +161,24 @@ class VllmQueue:
         return counts
 
 
+def _kept(flat: Any, start: int, num_top: int) -> KeptIds:
+    """Reads the ids behind the sampled token, best first. Processed log-probabilities of other tokens are minus infinity."""
+    first, last = start + 1, start + 1 + num_top
+    end = bisect.bisect_left(flat.logprobs, math.inf, first, last, key=operator.neg)
+    return np.array(flat.token_ids[first:end], dtype=np.int32) if end < last else None
+
+
 def _completion(entry: _Entry, output: Any) -> Completion | None:
     """Returns the completion up to the token that completes a stop text; None while there is none and vLLM goes on."""
-    new = output.outputs[0]
+    new, flat = output.outputs[0], output.outputs[0].logprobs
     # With stop texts, only the new tokens. In vllm 0.26, an output without a new token repeats all earlier logprobs.
-    for token, logprob in zip(new.token_ids, new.logprobs.logprobs, strict=True) if new.token_ids else ():
+    for token, start in zip(new.token_ids, flat.start_indices, strict=True) if new.token_ids else ():
         entry.response_ids.append(token)
-        entry.logprobs.append(logprob)
+        entry.logprobs.append(flat.logprobs[start])
+        if entry.num_top:
+            entry.kept.append(_kept(flat, start, entry.num_top))
         if entry.stop is not None and entry.stop.completed_by(entry.response_ids):
-            return Completion(entry.response_ids[entry.num_written :], entry.logprobs, "stop")
+            return Completion(entry.response_ids[entry.num_written :], entry.logprobs, "stop", kept=entry.kept)
     if not output.finished:
         return None
     response_ids, reason = entry.response_ids[entry.num_written :], new.finish_reason
@@ -168,7 +187,7 @@ def _completion(entry: _Entry, output: Any) -> Completion | None:
             f"vLLM did not finish a response: finish_reason {reason!r}, {len(response_ids)} tokens, "
             f"{len(entry.logprobs)} logprobs"
         )
-    return Completion(response_ids, entry.logprobs, reason)
+    return Completion(response_ids, entry.logprobs, reason, kept=entry.kept)
 
 
 class VllmEngine(StatefulEngine):
@@ -179,7 +198,7 @@ class VllmEngine(StatefulEngine):
     reads_shards = True
     has_exact_rows = True
     records_routes = True
-    reads_images = True
+    reads_images = returns_kept = True
 
     @classmethod
     def problems(cls, rollout: RolloutConfig, options: VllmOptions) -> Iterator[str]:
