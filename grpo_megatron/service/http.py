@@ -31,7 +31,6 @@ MAX_CONNECTIONS = 2048
 T = TypeVar("T", bound=BaseModel)
 
 
-
 class _Connection(H11Protocol):
     """A connection, which is closed when its first request has no headers after HEADERS_S."""
 
@@ -68,7 +67,11 @@ class HttpServer:
     def _routes(self) -> Iterator[Route]:
         server, accepted = self.server, {"status": "accepted"}
         flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "sample_use_retrieve_futures": False}
-        flags |= {"custom_loss_server_side": False, "proto_compress_fwdbwd": False, "sample_join_sampling_session": False}
+        flags |= {
+            "custom_loss_server_side": False,
+            "proto_compress_fwdbwd": False,
+            "sample_join_sampling_session": False,
+        }
         flags |= {"fwdbwd_max_chunk_bytes_count": min(5_000_000, self.config.max_body_megabytes << 19)}
         model = {
             "model_name": server.served.name,
@@ -85,7 +88,9 @@ class HttpServer:
 
             return Route(f"/api/v1/{path}", self._guarded(run))
 
-        def post(path: str, kind: type[T] | None, answer: Callable[[Any, str, bytes], Any], method: str = "POST") -> Route:
+        def post(
+            path: str, kind: type[T] | None, answer: Callable[[Any, str, bytes], Any], method: str = "POST"
+        ) -> Route:
             async def run(request: Request, owner: str, body: bytes) -> Any:
                 read = read_json_request(kind, body) if kind is not None else request
                 with server.lock:
@@ -108,7 +113,9 @@ class HttpServer:
         yield post("session_heartbeat", wire.OfSession, self._heartbeat)
         yield post("sessions/{id}/finish", None, self._end_session)
         yield get("sessions/{id}", self._about_session)
-        yield get("sessions", lambda _, owner: {"sessions": [s.id for s in server.sessions.values() if s.owner == owner]})
+        yield get(
+            "sessions", lambda _, owner: {"sessions": [s.id for s in server.sessions.values() if s.owner == owner]}
+        )
         yield post("create_model", wire.CreateModel, lambda read, owner, _: server.create_model(read, owner))
         yield post("get_info", wire.OfModel, self._info)
         yield post("unload_model", wire.OfModel, self._unload)
@@ -116,7 +123,9 @@ class HttpServer:
             yield of_model(path)
         for path in ("save_weights_for_sampler", "save_weights_external"):
             yield of_model(path)
-        yield post("create_sampling_session", wire.CreateSampler, lambda read, owner, _: server.create_sampler(read, owner))
+        yield post(
+            "create_sampling_session", wire.CreateSampler, lambda read, owner, _: server.create_sampler(read, owner)
+        )
         yield get("samplers/{id}", self._about_sampler)
         yield post("asample", wire.Sample, server.sample)
         yield post("cancel_future", wire.Retrieve, lambda *_: None)  # a sample is short: it is completed
@@ -126,7 +135,9 @@ class HttpServer:
 
         yield Route("/api/v1/retrieve_future", self._guarded(retrieve), methods=["POST"])
         yield get("training_runs", self._runs)
-        yield get("training_runs/{id}", lambda r, owner: server.about_model(server.model_of(r.path_params["id"], owner)))
+        yield get(
+            "training_runs/{id}", lambda r, owner: server.about_model(server.model_of(r.path_params["id"], owner))
+        )
         yield get(
             "training_runs/{id}/checkpoints",
             lambda r, owner: server.list_checkpoints(server.model_of(r.path_params["id"], owner)),
@@ -135,12 +146,16 @@ class HttpServer:
         yield post("training_runs/{id}/checkpoints/{kind}/{name}", None, self._remove, "DELETE")
         yield post("weights_info", wire.OfPath, lambda read, owner, _: server.about_weights(read.tinker_path, owner))
 
-    def _guarded(self, run: Callable[[Request, str, bytes], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+    def _guarded(
+        self, run: Callable[[Request, str, bytes], Awaitable[Any]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         """Answers `run(request, owner, body)` for a known key, and errors in the protocol's form."""
 
         async def answer(request: Request) -> Response:
             try:
-                token = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+                token = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
+                    "Bearer "
+                )
                 owner = self.server.owners.get(digest(token))
                 if owner is None:
                     raise RequestError("the key is not one of this server's; set TINKER_API_KEY (docs/service.md)", 401)
@@ -168,7 +183,9 @@ class HttpServer:
                     parts.append(part)
                     size += len(part)
                     if size > most:
-                        raise RequestError(f"the body has more than {most} bytes (service.max_body_megabytes); send less", 413)
+                        raise RequestError(
+                            f"the body has more than {most} bytes (service.max_body_megabytes); send less", 413
+                        )
         except TimeoutError:
             raise RequestError(f"the body was not complete after {BODY_S:g} s", 408) from None
         return b"".join(parts)

@@ -117,7 +117,10 @@ def run_commands(work: Any, server: Any) -> None:
     from grpo_megatron.service.wire import RequestError
 
     asked: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         while True:
             command = server.take(TICK_S) if server is not None else None

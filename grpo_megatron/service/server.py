@@ -145,7 +145,9 @@ class Server:
         self.commands: collections.deque[Command] = collections.deque()  # before all jobs
         self._samples: list[Job] = []
         self._arrival = threading.Condition(self.lock)
-        self._resident: tuple[str, int] | None = None  # the model of the last snapshot for a sampler, and its state's number
+        self._resident: tuple[str, int] | None = (
+            None  # the model of the last snapshot for a sampler, and its state's number
+        )
         self._states: dict[str, int] = collections.defaultdict(int)  # model -> how often its weights have changed
         self._of_folder: dict[Path, tuple[str, int]] = {}  # sampler's folder -> model and number of its state
         self._recall()
@@ -164,7 +166,9 @@ class Server:
             model.next_seq = first
             while model.next_seq in requests:
                 model.next_seq += 1
-            answered = {int(path.name) for path in (self.store.model(name) / "results").iterdir() if path.name.isdigit()}
+            answered = {
+                int(path.name) for path in (self.store.model(name) / "results").iterdir() if path.name.isdigit()
+            }
             if {*requests} - answered and not self.sessions[model.session].is_over:
                 self._restore(model)
         for name, content in self.store.read_all("samplers"):
@@ -188,7 +192,8 @@ class Server:
         num_loaded = sum(other.is_loaded for other in self.models.values())
         if num_loaded >= self.config.max_models:
             raise RequestError(
-                f"{num_loaded} models are in memory (service.max_models); close a session, or wait until one is over", 429
+                f"{num_loaded} models are in memory (service.max_models); close a session, or wait until one is over",
+                429,
             )
         model.is_loaded, model.steps, model.passes = True, 0, 0
         snapshot, origin = self.store.snapshot(model.id), model.origin
@@ -352,7 +357,9 @@ class Server:
                 content = {"path": None, "sampling_session_id": sampler.id, "type": content["type"]}
         return content
 
-    def answer(self, job: Job, media: str = "", content: bytes = b"", *, error: str = "", category: str = "user") -> None:
+    def answer(
+        self, job: Job, media: str = "", content: bytes = b"", *, error: str = "", category: str = "user"
+    ) -> None:
         if error:
             media, content = "application/json", json.dumps({"error": error, "category": category}).encode()
         job.answer = media, content
@@ -451,9 +458,13 @@ class Server:
         most = self.served.rank
         rank = 0 if lora is None else lora.rank
         if most is None and rank:
-            raise RequestError(f"lora_config.rank={rank}: this server trains all weights; rank=0 asks for that (actor.lora.rank)")
+            raise RequestError(
+                f"lora_config.rank={rank}: this server trains all weights; rank=0 asks for that (actor.lora.rank)"
+            )
         if most is not None and not 1 <= rank <= most:
-            raise RequestError(f"lora_config.rank={rank}: this server has adapters of rank 1 to {most} (actor.lora.rank)")
+            raise RequestError(
+                f"lora_config.rank={rank}: this server has adapters of rank 1 to {most} (actor.lora.rank)"
+            )
         return lora if rank else None
 
     def _check_base(self, name: str | None) -> None:
@@ -497,7 +508,12 @@ class Server:
         self._check_base(request.base_model)
         folder = self.checkpoint_folder(request.path, owner)
         source = self.model_of(folder.parents[1].name, owner)
-        origin = {"lora": source.origin["lora"], "source": str(folder), "optimizer": request.optimizer, "path": request.path}
+        origin = {
+            "lora": source.origin["lora"],
+            "source": str(folder),
+            "optimizer": request.optimizer,
+            "path": request.path,
+        }
         model = self._new_model(session, request.model_seq_id or 0, origin, request.user_metadata)
         if self.store.snapshot(model.id) is None and model.next_seq == 1:
             self._take_snapshot(model, 0)  # the checkpoint may be removed
@@ -527,8 +543,13 @@ class Server:
         return answer
 
     def _check_room(self) -> None:
-        if len(self._ready) + len(self._samples) + sum(len(m.waiting) for m in self.models.values()) >= self.config.max_queued:
-            raise RequestError(f"{self.config.max_queued} requests are waiting (service.max_queued); come again later", 429)
+        if (
+            len(self._ready) + len(self._samples) + sum(len(m.waiting) for m in self.models.values())
+            >= self.config.max_queued
+        ):
+            raise RequestError(
+                f"{self.config.max_queued} requests are waiting (service.max_queued); come again later", 429
+            )
 
     def _parsed(self, model: Model, seq: int, body: bytes) -> Job:
         """Reads a stored or new request of a model. One that is wrong keeps its place in the order: its answer is the error."""
@@ -609,10 +630,14 @@ class Server:
         wire.check_tokens("prompt", prompt, self.served.vocab_size, self.served.max_tokens - 1)
         settings = request.sampling_params
         if request.prompt_logprobs_last_n is not None and request.prompt_logprobs_last_n >= len(prompt):
-            raise RequestError(f"prompt_logprobs_last_n={request.prompt_logprobs_last_n} of a prompt of {len(prompt)} tokens")
+            raise RequestError(
+                f"prompt_logprobs_last_n={request.prompt_logprobs_last_n} of a prompt of {len(prompt)} tokens"
+            )
         stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
         if stop == []:
-            raise RequestError("stop=[]: responses end at the model's end tokens here; leave stop out, and set max_tokens")
+            raise RequestError(
+                "stop=[]: responses end at the model's end tokens here; leave stop out, and set max_tokens"
+            )
         texts = tuple(one for one in stop or () if isinstance(one, str))
         if not all(texts) or len(stop or ()) > 64:
             raise RequestError("stop has an empty text, or more than 64 entries")

@@ -26,7 +26,11 @@ from typing import Any
 from grpo_megatron.config import ConfigError, ServiceConfig
 from grpo_megatron.storage.files import clear_leftovers, remove_folder, write_file
 
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # in tinker:// -> of the client
+KINDS = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}  # in tinker:// -> of the client
 KEPT_RESULTS = 256  # of one model, before its last snapshot
 Json = dict[str, Any]
 
@@ -120,5 +124,7 @@ class Store:
         wrong = [i for i, token in enumerate(tokens, 1) if not token.startswith("tml-") or len(token) < 20]
         if wrong or not tokens or len(set(tokens)) < len(tokens):
             what = f"line {wrong[0]} is no key" if wrong else "a key is there twice" if tokens else "it has no key"
-            raise ConfigError(f"service.tokens={str(path)!r}: {what}; a key is tml- and at least 16 characters, its own line")
+            raise ConfigError(
+                f"service.tokens={str(path)!r}: {what}; a key is tml- and at least 16 characters, its own line"
+            )
         return tokens

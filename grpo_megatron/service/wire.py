@@ -131,10 +131,14 @@ def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
         raise RequestError(f"loss_fn {loss[:100]!r} is not served: {reason}")
     settings = dict(DEFAULTS[loss])
     given: dict[str, Any] = dict(message.loss_fn_config)
-    given |= {name: getattr(value, value.WhichOneof("value") or "text") for name, value in message.loss_fn_config_v2.items()}
+    given |= {
+        name: getattr(value, value.WhichOneof("value") or "text") for name, value in message.loss_fn_config_v2.items()
+    }
     for name, value in given.items():
         if name not in settings or not isinstance(value, float) or not math.isfinite(value):
-            raise RequestError(f"loss_fn_config {name[:100]!r}={value!r}: {loss} has {settings or 'no settings'}, finite numbers")
+            raise RequestError(
+                f"loss_fn_config {name[:100]!r}={value!r}: {loss} has {settings or 'no settings'}, finite numbers"
+            )
         settings[name] = value
     if settings.get("clip_low_threshold", 0) > settings.get("clip_high_threshold", 1):
         raise RequestError(f"clip_low_threshold {settings['clip_low_threshold']} is above clip_high_threshold")
@@ -157,7 +161,9 @@ def place_of(path: str, body: bytes) -> tuple[str, int] | None:
         content = from_json(body)
     except ValueError:
         return None
-    model_id, seq_id = (content.get(name) for name in ("model_id", "seq_id")) if isinstance(content, dict) else (None, None)
+    model_id, seq_id = (
+        (content.get(name) for name in ("model_id", "seq_id")) if isinstance(content, dict) else (None, None)
+    )
     return (model_id, seq_id) if isinstance(model_id, str) and type(seq_id) is int else None
 
 
@@ -166,16 +172,22 @@ def _read_datum(number: int, datum: Any, loss: str, vocab_size: int, max_tokens:
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
-            raise RequestError(f"datum {number}: model_input has a chunk of {kind}; only text is served: whole int32 tokens")
+            raise RequestError(
+                f"datum {number}: model_input has a chunk of {kind}; only text is served: whole int32 tokens"
+            )
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     tokens = np.concatenate(parts or [np.empty(0, "<i4")]).astype(np.int64)
     check_tokens(f"datum {number}: model_input", tokens, vocab_size, max_tokens)
     inputs: Mapping[str, Any] = datum.loss_fn_inputs
     for name in ("target_tokens", *NEEDED[loss]):
         if name not in inputs and name not in ("weights", "sequence_ratio_mask"):
-            raise RequestError(f"datum {number}: {loss} needs loss_fn_inputs {name!r}; given: {', '.join(sorted(inputs))[:200]}")
+            raise RequestError(
+                f"datum {number}: {loss} needs loss_fn_inputs {name!r}; given: {', '.join(sorted(inputs))[:200]}"
+            )
     if unknown := sorted({*inputs} - {"target_tokens", "weights", *NEEDED[loss]}):
-        raise RequestError(f"datum {number}: {loss} does not read loss_fn_inputs {', '.join(unknown)[:200]}; leave them out")
+        raise RequestError(
+            f"datum {number}: {loss} does not read loss_fn_inputs {', '.join(unknown)[:200]}; leave them out"
+        )
     columns = {name: _read_tensor(number, name, inputs[name], len(tokens)) for name in inputs}
     targets = columns.pop("target_tokens")
     if targets.dtype.kind != "i":
@@ -193,9 +205,13 @@ def _read_tensor(number: int, name: str, tensor: Any, size: int) -> np.ndarray[A
     if kind is None:
         raise RequestError(f"{where}: dtype {tensor.dtype} is neither float32 nor int64")
     if tensor.WhichOneof("encoding") != "dense" or len(shape) > 1:
-        raise RequestError(f"{where} has the shape {shape[:4]}; served is one dense number for each of the {size} input tokens")
+        raise RequestError(
+            f"{where} has the shape {shape[:4]}; served is one dense number for each of the {size} input tokens"
+        )
     if len(tensor.dense) != size * kind.itemsize or shape not in ([], [size]):
-        raise RequestError(f"{where} has {len(tensor.dense) // kind.itemsize} numbers, and model_input {size} tokens; send as many")
+        raise RequestError(
+            f"{where} has {len(tensor.dense) // kind.itemsize} numbers, and model_input {size} tokens; send as many"
+        )
     values = np.frombuffer(tensor.dense, kind)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise RequestError(f"{where} is not finite at position {int(np.argmin(np.isfinite(values)))}")
