@@ -19,7 +19,7 @@ from grpo_megatron.config.options import Argument, Options
 from grpo_megatron.imports import large_imports
 from grpo_megatron.processes.variables import set_determinism_variables
 
-TICK_S = 5.0  # seconds between two broadcasts without work
+TICK_S = 1.0  # seconds between two broadcasts without work
 
 
 class ServeOptions(Options):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +72,85 @@ def pass_body(model_id: str, seq_id: int, data: list[WireDatum], loss: str, **ch
             tensor.dense = np.asarray(column, "<i8" if is_int else "<f4").tobytes()
             tensor.shape.append(len(column))
     return bytes(message.SerializeToString())
+
+
+class RawClient:
+    """Speaks the protocol by hand. `url` may change: a request that finds nobody is sent again for a while."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self.token = url, token
+        self.session = ""
+
+    def ask(self, path: str, body: Any = None, method: str = "POST", **headers: str) -> tuple[int, bytes]:
+        """Status and body of the answer. `body`: bytes, or what becomes JSON."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        headers = {"X-API-Key": self.token, "Content-Type": "application/json", **headers}
+        for _ in range(300):
+            request = urllib.request.Request(f"{self.url}/api/v1/{path}", data, headers, method=method)
+            try:
+                with urllib.request.urlopen(request, timeout=3) as response:
+                    return response.status, response.read()
+            except urllib.error.HTTPError as error:
+                return error.code, error.read()
+            except OSError:
+                time.sleep(0.1)
+        raise AssertionError(f"no server at {self.url}")
+
+    def send(self, path: str, body: Any) -> Any:
+        """The JSON of a good answer."""
+        status, content = self.ask(path, body)
+        assert status == 200, (path, status, content)
+        return json.loads(content)
+
+    def result(self, future: Any) -> bytes:
+        """The answer to a request, waited for."""
+        while True:
+            status, content = self.ask("retrieve_future", {"request_id": future["request_id"]})
+            if status != 408:
+                assert status == 200, content
+                return content
+
+    def open(self) -> None:
+        """Begin a session."""
+        self.session = self.send("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
+
+    def create(self, number: int, **lora: Any) -> str:
+        """Begin a model; returns its id."""
+        body: Any = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny"}
+        body |= {"lora_config": {"rank": 3, **lora}}
+        return str(json.loads(self.result(self.send("create_model", body)))["model_id"])
+
+
+def read(name: str, content: bytes) -> Any:
+    """A protobuf answer; JSON is the answer to a failed request."""
+    assert content[:1] != b"{", content
+    message = CLASSES[name]()
+    message.ParseFromString(content)
+    return message
+
+
+def loop(client: RawClient, steps: int, seed: int = 0) -> list[Any]:
+    """A small RL loop: two passes, a step, weights for a sampler, samples. Returns all numbers of the answers."""
+    client.open()
+    model, found, seq = client.create(0, seed=seed), [], 0
+    for step in range(steps):
+        futures: list[tuple[str, Any]] = []
+        for part in range(2):
+            data = make_data(3, "cross_entropy", seed=10 * step + part)
+            seq += 1
+            body = pass_body(model, seq, data, "cross_entropy")
+            futures.append(("ForwardBackwardOutput", client.send("forward_backward", body)))
+        seq += 2
+        adam = {"learning_rate": 0.02}
+        futures.append(("", client.send("optim_step", {"adam_params": adam, "model_id": model, "seq_id": seq - 1})))
+        save = {"model_id": model, "seq_id": seq, "sampling_session_seq_id": step}
+        sampler = json.loads(client.result(client.send("save_weights_for_sampler", save)))["sampling_session_id"]
+        for number in range(2):
+            prompt = {"chunks": [{"tokens": [5, 9, number], "type": "encoded_text"}]}
+            sample: Any = {"prompt": prompt, "num_samples": 2, "sampling_params": {"max_tokens": 6}}
+            sample |= {"sampling_session_id": sampler, "seq_id": number, "prompt_logprobs": True}
+            futures.append(("SampleResponse", client.send("asample", sample)))
+        for kind, future in futures:
+            content = client.result(future)
+            found.append(str(read(kind, content)) if kind else json.loads(content))
+    return found
