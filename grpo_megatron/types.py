@@ -382,7 +382,9 @@ class Batch:
     routes: list[Tensor] | None = None  # the engine's: B tensors of int8 or int16 [prompt + response, layers x k]
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
-    targets: list[Tensor] | None = None  # B tensors of int64 [response] that are scored; None: the response's own tokens
+    targets: list[Tensor] | None = (
+        None  # B tensors of int64 [response] that are scored; None: the response's own tokens
+    )
     teacher: TeacherScores | None = None  # None: no distillation
     teacher_prompts: list[tuple[str, tuple[int, ...], Any]] = field(
         default_factory=list

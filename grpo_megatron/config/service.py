@@ -23,8 +23,6 @@ class ServiceConfig(Section):
     """file of the clients' keys, one on a line, each beginning with tml-; null: one new key in output_dir/service/token"""
     max_models: Count = 64
     """models in memory at a time"""
-    max_samplers: Count = 16
-    """samplers whose weights are in memory; those of others are read from their folders"""
     max_queued: Count = 4096
     """requests that wait, of all clients; further ones are asked to come again"""
     max_body_megabytes: Count = 64

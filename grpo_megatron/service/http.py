@@ -1,20 +1,18 @@
 """HTTP of the service: the protocol's paths, keys, and limits on what a connection may cost. It runs in a thread of rank 0.
 
-Errors are JSON with the status that makes the client raise its own class: 401 AuthenticationError, 404 NotFoundError, 429 wait
-and come again. Nothing that a client sends is unpickled or run.
+An error has the status that makes the client raise its own class: 401 AuthenticationError, 404 NotFoundError; at 429 it waits and
+comes again. Nothing that a client sends is unpickled or run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -22,13 +20,12 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpo_megatron.service import wire
-from grpo_megatron.service.server import Command, Job, Server, digest, read_json_request
+from grpo_megatron.service.server import SAVES, Server, digest
 from grpo_megatron.service.store import KINDS, Json
-from grpo_megatron.service.wire import RequestError
+from grpo_megatron.service.wire import RequestError, read_json_request
 
 HEADERS_S, BODY_S = 20.0, 60.0  # seconds for the headers of a first request, and for a body
 MAX_CONNECTIONS = 2048
-T = TypeVar("T", bound=BaseModel)
 
 
 class _Connection(H11Protocol):
@@ -40,7 +37,7 @@ class _Connection(H11Protocol):
 
 
 class HttpServer:
-    """The paths of the protocol, in a thread. `url`: where it listens."""
+    """The paths of the protocol. `url`: where it listens."""
 
     def __init__(self, server: Server) -> None:
         """Listen. Raises OSError."""
@@ -49,50 +46,39 @@ class HttpServer:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         host, port = self._socket.getsockname()[:2]
         self.url = f"http://{host}:{port}"
-        self._uvicorn: uvicorn.Server | None = None
 
     def start(self) -> None:
         """Begin to answer."""
         threading.Thread(target=self._serve, name="http", daemon=True).start()
 
     def _serve(self) -> None:
-        loop = asyncio.new_event_loop()
-        self.server.loop = loop
+        self.server.loop = asyncio.new_event_loop()
         settings: Json = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
         settings |= {"http": _Connection, "limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": 75}
         application = Starlette(routes=list(self._routes()), exception_handlers={404: _no_path, 405: _no_path})
-        self._uvicorn = uvicorn.Server(uvicorn.Config(application, **settings))
-        loop.run_until_complete(self._uvicorn.serve(sockets=[self._socket]))
+        serving = uvicorn.Server(uvicorn.Config(application, **settings)).serve(sockets=[self._socket])
+        self.server.loop.run_until_complete(serving)
 
     def _routes(self) -> Iterator[Route]:
-        server, accepted = self.server, {"status": "accepted"}
-        flags = {"pjwt_auth_enabled": False, "use_pyqwest_transport": False, "sample_use_retrieve_futures": False}
-        flags |= {
-            "custom_loss_server_side": False,
-            "proto_compress_fwdbwd": False,
-            "sample_join_sampling_session": False,
-        }
-        flags |= {"fwdbwd_max_chunk_bytes_count": min(5_000_000, self.config.max_body_megabytes << 19)}
+        server, name = self.server, self.server.served.name
+        flags: Json = dict.fromkeys(
+            ("pjwt_auth_enabled", "use_pyqwest_transport", "sample_use_retrieve_futures", "custom_loss_server_side"),
+            False,
+        )
+        flags |= {"proto_compress_fwdbwd": False, "sample_join_sampling_session": False}
+        flags["fwdbwd_max_chunk_bytes_count"] = min(5_000_000, self.config.max_body_megabytes << 19)
         model = {
-            "model_name": server.served.name,
+            "model_name": name,
             "max_context_length": server.served.max_tokens,
             "trainable": True,
             "sampleable": True,
         }
-        models = {"supported_models": [model]}
 
-        def get(path: str, answer: Callable[[Request, str], Any]) -> Route:
+        def route(path: str, answer: Callable[[Any, str, bytes], Any], kind: Any = None, method: str = "POST") -> Route:
+            """Answers `answer(request, owner, body)`; the request is read as `kind`, if there is one."""
+
             async def run(request: Request, owner: str, body: bytes) -> Any:
-                with server.lock:
-                    return answer(request, owner)
-
-            return Route(f"/api/v1/{path}", self._guarded(run))
-
-        def post(
-            path: str, kind: type[T] | None, answer: Callable[[Any, str, bytes], Any], method: str = "POST"
-        ) -> Route:
-            async def run(request: Request, owner: str, body: bytes) -> Any:
-                read = read_json_request(kind, body) if kind is not None else request
+                read = request.path_params if kind is None else read_json_request(kind, body)
                 with server.lock:
                     return answer(read, owner, body)
 
@@ -104,47 +90,33 @@ class HttpServer:
 
             return Route(f"/api/v1/{path}", self._guarded(run), methods=["POST"])
 
-        yield Route("/api/v1/healthz", lambda request: JSONResponse({"status": "ok"}))
-        yield post("client/config", None, lambda *_: flags)
-        yield post("client/dynamic_config", None, lambda *_: {})
-        yield post("telemetry", None, lambda *_: accepted)
-        yield get("get_server_capabilities", lambda *_: models)
-        yield post("create_session", wire.CreateSession, lambda read, owner, _: server.create_session(read, owner))
-        yield post("session_heartbeat", wire.OfSession, self._heartbeat)
-        yield post("sessions/{id}/finish", None, self._end_session)
-        yield get("sessions/{id}", self._about_session)
-        yield get(
-            "sessions", lambda _, owner: {"sessions": [s.id for s in server.sessions.values() if s.owner == owner]}
-        )
-        yield post("create_model", wire.CreateModel, lambda read, owner, _: server.create_model(read, owner))
-        yield post("get_info", wire.OfModel, self._info)
-        yield post("unload_model", wire.OfModel, self._unload)
-        for path in ("forward_backward", "optim_step", "load_weights", "save_weights"):
-            yield of_model(path)
-        for path in ("save_weights_for_sampler", "save_weights_external"):
-            yield of_model(path)
-        yield post(
-            "create_sampling_session", wire.CreateSampler, lambda read, owner, _: server.create_sampler(read, owner)
-        )
-        yield get("samplers/{id}", self._about_sampler)
-        yield post("asample", wire.Sample, server.sample)
-        yield post("cancel_future", wire.Retrieve, lambda *_: None)  # a sample is short: it is completed
-
         async def retrieve(request: Request, owner: str, body: bytes) -> Any:
-            return await server.retrieve(read_json_request(wire.Retrieve, body), owner)
+            return await server.retrieve(read_json_request(wire.Retrieve, body).request_id, owner)
 
+        yield Route("/api/v1/healthz", lambda request: JSONResponse({"status": "ok"}))
         yield Route("/api/v1/retrieve_future", self._guarded(retrieve), methods=["POST"])
-        yield get("training_runs", self._runs)
-        yield get(
-            "training_runs/{id}", lambda r, owner: server.about_model(server.model_of(r.path_params["id"], owner))
+        for path in ("forward_backward", "optim_step", "load_weights", *SAVES):
+            yield of_model(path)
+        yield route("client/config", lambda *_: flags)
+        yield route("client/dynamic_config", lambda *_: {})
+        yield route("telemetry", lambda *_: {"status": "accepted"})
+        yield route("get_server_capabilities", lambda *_: {"supported_models": [model]}, method="GET")
+        yield route("create_session", lambda read, owner, _: server.create_session(read, owner), wire.CreateSession)
+        yield route("session_heartbeat", self._heartbeat, wire.OfSession)
+        yield route("sessions/{id}/finish", lambda read, owner, _: server.end(server.session(read["id"], owner)))
+        yield route("create_model", lambda read, owner, _: server.create_model(read, owner), wire.CreateModel)
+        yield route("get_info", self._info, wire.OfModel)
+        yield route(
+            "create_sampling_session", lambda read, owner, _: server.create_sampler(read, owner), wire.CreateSampler
         )
-        yield get(
-            "training_runs/{id}/checkpoints",
-            lambda r, owner: server.list_checkpoints(server.model_of(r.path_params["id"], owner)),
+        yield route("samplers/{id}", self._sampler, method="GET")
+        yield route("asample", server.sample, wire.Sample)
+        yield route("training_runs/{id}", self._training_run, method="GET")
+        checkpoints = "training_runs/{id}/checkpoints"
+        yield route(
+            checkpoints, lambda r, owner, _: server.list_checkpoints(server.model(r["id"], owner)), method="GET"
         )
-        yield get("checkpoints", self._all_checkpoints)
-        yield post("training_runs/{id}/checkpoints/{kind}/{name}", None, self._remove, "DELETE")
-        yield post("weights_info", wire.OfPath, lambda read, owner, _: server.about_weights(read.tinker_path, owner))
+        yield route(checkpoints + "/{kind}/{name}", self._remove, method="DELETE")
 
     def _guarded(
         self, run: Callable[[Request, str, bytes], Awaitable[Any]]
@@ -172,90 +144,52 @@ class HttpServer:
         return answer
 
     async def _body(self, request: Request) -> bytes:
-        most = self.config.max_body_megabytes << 20
+        most, body = self.config.max_body_megabytes << 20, bytearray()
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("compressed bodies are not served (client config proto_compress_fwdbwd=false)", 415)
-        parts: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
-                    parts.append(part)
-                    size += len(part)
-                    if size > most:
+                    body += part
+                    if len(body) > most:
                         raise RequestError(
                             f"the body has more than {most} bytes (service.max_body_megabytes); send less", 413
                         )
         except TimeoutError:
             raise RequestError(f"the body was not complete after {BODY_S:g} s", 408) from None
-        return b"".join(parts)
+        return bytes(body)
 
-    def _heartbeat(self, read: wire.OfSession, owner: str, _: bytes) -> Json:
-        if self.server.session_of(read.session_id, owner).is_over:
-            raise RequestError(f"session {read.session_id} is over", 410)
+    def _heartbeat(self, read: Any, owner: str, _: bytes) -> Json:
+        self.server.session(read.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    def _end_session(self, request: Request, owner: str, _: bytes) -> None:
-        session = self.server.session_of(request.path_params["id"], owner)
-        self.server.end(session)
+    def _about(self, model_id: str, owner: str) -> Json:
+        lora = self.server.model(model_id, owner).lora
+        return {"is_lora": lora is not None, "lora_rank": lora.rank if lora else None}
 
-    def _about_session(self, request: Request, owner: str) -> Json:
-        session = self.server.session_of(request.path_params["id"], owner)
+    def _info(self, read: Any, owner: str, _: bytes) -> Json:
+        served = self.server.served
+        data = {"arch": "decoder", "model_name": served.name, "tokenizer_id": served.tokenizer}
         return {
-            "training_run_ids": [one.id for one in self.server.models.values() if one.session == session.id],
-            "sampler_ids": [one.id for one in self.server.samplers.values() if one.session == session.id],
-            "user_metadata": session.about["user_metadata"],
-            "display_name": session.about["display_name"],
+            "model_data": data,
+            "model_id": read.model_id,
+            "model_name": served.name,
+            **self._about(read.model_id, owner),
         }
 
-    def _info(self, read: wire.OfModel, owner: str, _: bytes) -> Json:
-        model, served = self.server.model_of(read.model_id, owner), self.server.served
-        lora = model.lora
-        about = {"arch": "decoder", "model_name": served.name, "tokenizer_id": served.tokenizer}
-        info: Json = {"type": "get_info", "model_data": about, "model_id": model.id, "model_name": served.name}
-        return {**info, "is_lora": lora is not None, "lora_rank": lora.rank if lora else None}
+    def _training_run(self, read: Any, owner: str, _: bytes) -> Json:
+        model = self.server.model(read["id"], owner)
+        run = {"training_run_id": model.id, "base_model": self.server.served.name, "model_owner": owner}
+        run |= {"last_request_time": "1970-01-01T00:00:00Z", "user_metadata": model.origin["user_metadata"]}
+        return {**run, **self._about(model.id, owner)}
 
-    def _unload(self, read: wire.OfModel, owner: str, _: bytes) -> Json:
-        model = self.server.model_of(read.model_id, owner)
-        job = Job(f"{model.id}:unload", owner, "create", b"", None, model)
-        if model.is_loaded and not self.server.is_busy(model):
-            model.is_loaded = False  # its requests since the snapshot are on disk
-            self.server.commands.append(Command("drop", (model.id,)))
-        content = {"model_id": model.id, "type": "unload_model"}
-        self.server.answer(job, "application/json", json.dumps(content).encode())
-        self.server.jobs[job.id] = job
-        return {"request_id": job.id, "model_id": model.id}
-
-    def _about_sampler(self, request: Request, owner: str) -> Json:
-        sampler = self.server.sampler_of(request.path_params["id"], owner)
+    def _sampler(self, read: Any, owner: str, _: bytes) -> Json:
+        sampler = self.server.sampler(read["id"], owner)
         return {"sampler_id": sampler.id, "base_model": self.server.served.name, "model_path": sampler.path}
 
-    def _runs(self, request: Request, owner: str) -> Json:
-        found = [model for model in self.server.models.values() if model.owner == owner]
-        offset, limit = _page(request)
-        runs = [self.server.about_model(model) for model in found[offset : offset + limit]]
-        return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(found)}}
-
-    def _all_checkpoints(self, request: Request, owner: str) -> Json:
-        models = [model for model in self.server.models.values() if model.owner == owner]
-        found = [one for model in models for one in self.server.list_checkpoints(model)["checkpoints"]]
-        offset, limit = _page(request)
-        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
-        return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
-
-    def _remove(self, request: Request, owner: str, _: bytes) -> None:
-        place = request.path_params
-        path = f"tinker://{place['id']}/{place['kind']}/{place['name']}"
-        folder = self.server.checkpoint_folder(path, owner, tuple(KINDS))
-        self.server.store.remove_checkpoint(place["id"], f"{place['kind']}/{folder.name}")
-
-
-def _page(request: Request) -> tuple[int, int]:
-    try:
-        offset, limit = int(request.query_params.get("offset", 0)), int(request.query_params.get("limit", 100))
-    except ValueError:
-        raise RequestError("offset and limit are integers") from None
-    return max(0, offset), min(1000, max(0, limit))
+    def _remove(self, read: Any, owner: str, _: bytes) -> None:
+        self.server.checkpoint(f"tinker://{read['id']}/{read['kind']}/{read['name']}", owner, tuple(KINDS))
+        self.server.store.remove_checkpoint(read["id"], f"{read['kind']}/{read['name']}")
 
 
 async def _no_path(request: Request, _: Exception) -> Response:

@@ -96,6 +96,19 @@ class Store:
             return {}
         return {int(path.name): path.read_bytes() for path in sorted(folder.iterdir()) if path.name.isdigit()}
 
+    def answered(self, model_id: str) -> set[int]:
+        """Returns the numbers of a model's requests whose answers are there."""
+        return {int(path.name) for path in (self.model(model_id) / "results").glob("*") if path.name.isdigit()}
+
+    def remove_request(self, model_id: str, seq: int) -> None:
+        """Remove a request that will not run."""
+        (self.model(model_id) / "requests" / f"{seq:010d}").unlink(missing_ok=True)
+
+    def create_sampler(self, name: str, content: Json) -> None:
+        """Write a sampling session."""
+        (self.folder / "samplers" / name).mkdir(exist_ok=True)
+        self.write(self.folder / "samplers" / f"{name}.json", content)
+
     def checkpoints(self, model_id: str) -> dict[str, Json]:
         """Returns the complete checkpoints of a model, by KIND/NAME."""
         found = {}

@@ -14,28 +14,27 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 from pydantic_core import from_json
 
 from grpo_megatron.service.losses import DEFAULTS, NEEDED
 
 PROTOBUF = "application/x-protobuf"
 MESSAGES = """
-SparseCsr values=1:bytes crow_indices=2:bytes col_indices=3:bytes
-Tensor dense=1:bytes:encoding sparse_csr=2:SparseCsr:encoding dtype=3:int32 shape=4:*int64
-Chunk encoded_text=1:EncodedTextChunk:chunk image=2:EncodedTextChunk:chunk dmel=3:EncodedTextChunk:chunk
+SparseCsr values=1:bytes
+Tensor dense=1:bytes sparse_csr=2:SparseCsr dtype=3:int32 shape=4:*int64
 EncodedTextChunk tokens=1:bytes
-ProvenanceSpan prompt_tokens=1:EncodedTextChunk sampled_tokens=2:EncodedTextChunk
-Datum model_input=1:*Chunk loss_fn_inputs=2:{Tensor} model_input_spans=3:*ProvenanceSpan loss_fn_input_spans=4:*ProvenanceSpan
-LossConfigValue number=1:double:value text=2:string:value
-ForwardBackwardRequest model_id=1:string seq_id=2:int32 data=3:*Datum loss_fn=4:string loss_fn_config=5:{double} \
-forward_only=6:bool loss_fn_config_v2=7:{LossConfigValue}
+Chunk encoded_text=1:EncodedTextChunk
+Datum model_input=1:*Chunk loss_fn_inputs=2:{Tensor}
+LossConfigValue number=1:double text=2:string
+ForwardBackwardRequest model_id=1:string seq_id=2:int32 data=3:*Datum loss_fn=4:string forward_only=6:bool \
+loss_fn_config_v2=7:{LossConfigValue}
 BatchedTensor data=1:bytes offsets=2:bytes dtype=3:int32 trailing_shape=4:*int64
 ArrayRecord type_tag=1:string fields=2:{BatchedTensor} num_datums=3:int64
 ForwardBackwardOutput loss_fn_output_type=1:string loss_fn_outputs=2:*ArrayRecord metrics=3:{double}
 SampledSequence stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes
 SampleResponse sequences=1:*SampledSequence prompt_logprobs=2:bytes
-"""  # *: repeated; {}: a map from text; the last part: a oneof. An enum is an int32 on the wire
+"""  # *: repeated; {}: a map from text. An enum is an int32 on the wire; a oneof is its fields; others are skipped
 FLOAT32, INT64 = 1, 2  # of DType
 NUMPY = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP, LENGTH = 0, 1  # of StopReason
@@ -45,35 +44,23 @@ def _message_classes() -> dict[str, Any]:
     file = descriptor_pb2.FileDescriptorProto(name="service.proto", package="service", syntax="proto3")
     scalar = {"bytes": 12, "string": 9, "double": 1, "bool": 8, "int32": 5, "int64": 3}
 
-    def add(message: Any, number: int, name: str, kind: str) -> Any:
-        field = message.field.add(name=name, number=number, label=3 if kind[0] in "*{" else 1)
-        kind = kind.strip("*{}")
-        field.type = scalar.get(kind, 11)
-        if kind not in scalar:
-            field.type_name = f".service.{kind}"
-        return field
+    def add(message: Any, name: str, number: int, kind: str) -> None:
+        inner = kind.strip("*{}")
+        field = message.field.add(name=name, number=number, label=1 if inner == kind else 3, type=scalar.get(inner, 11))
+        if kind[0] == "{":
+            entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+            entry.options.map_entry = True
+            add(entry, "key", 1, "string")
+            add(entry, "value", 2, inner)
+            field.type, field.type_name = 11, f".service.{message.name}.{entry.name}"
+        elif inner not in scalar:
+            field.type_name = f".service.{inner}"
 
-    for line in MESSAGES.strip().replace("\\\n", "").splitlines():
+    for line in MESSAGES.strip().splitlines():
         name, *fields = line.split()
         message = file.message_type.add(name=name)
-        oneofs: list[str] = []
-        for text in fields:
-            label, _, rest = text.partition("=")
-            number, kind, *oneof = rest.split(":")
-            if kind.startswith("{"):
-                entry = message.nested_type.add(name=f"{label.title().replace('_', '')}Entry")
-                entry.options.map_entry = True
-                add(entry, 1, "key", "string")
-                add(entry, 2, "value", kind.strip("{}"))
-                field = message.field.add(name=label, number=int(number), label=3, type=11)
-                field.type_name = f".service.{name}.{entry.name}"
-                continue
-            field = add(message, int(number), label, kind)
-            if oneof:
-                if oneof[0] not in oneofs:
-                    oneofs.append(oneof[0])
-                    message.oneof_decl.add(name=oneof[0])
-                field.oneof_index = oneofs.index(oneof[0])
+        for label, number, kind in (text.replace("=", ":").split(":") for text in fields):
+            add(message, label, int(number), kind)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     names = [message.name for message in file.message_type]
@@ -130,16 +117,13 @@ def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
         }.get(loss, f"known: {', '.join(DEFAULTS)}")
         raise RequestError(f"loss_fn {loss[:100]!r} is not served: {reason}")
     settings = dict(DEFAULTS[loss])
-    given: dict[str, Any] = dict(message.loss_fn_config)
-    given |= {
-        name: getattr(value, value.WhichOneof("value") or "text") for name, value in message.loss_fn_config_v2.items()
-    }
-    for name, value in given.items():
-        if name not in settings or not isinstance(value, float) or not math.isfinite(value):
+    for name, value in message.loss_fn_config_v2.items():
+        if name not in settings or value.text or not math.isfinite(value.number):
+            given = value.text[:100] or value.number
             raise RequestError(
-                f"loss_fn_config {name[:100]!r}={value!r}: {loss} has {settings or 'no settings'}, finite numbers"
+                f"loss_fn_config {name[:100]!r}={given!r}: {loss} has {settings or 'no settings'}, finite numbers"
             )
-        settings[name] = value
+        settings[name] = value.number
     if settings.get("clip_low_threshold", 0) > settings.get("clip_high_threshold", 1):
         raise RequestError(f"clip_low_threshold {settings['clip_low_threshold']} is above clip_high_threshold")
     if not message.data:
@@ -170,10 +154,9 @@ def place_of(path: str, body: bytes) -> tuple[str, int] | None:
 def _read_datum(number: int, datum: Any, loss: str, vocab_size: int, max_tokens: int) -> WireDatum:
     parts = []
     for chunk in datum.model_input:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text" or len(chunk.encoded_text.tokens) % 4:
+        if not chunk.HasField("encoded_text") or len(chunk.encoded_text.tokens) % 4:
             raise RequestError(
-                f"datum {number}: model_input has a chunk of {kind}; only text is served: whole int32 tokens"
+                f"datum {number}: model_input has a chunk that is no text (images and audio are not served)"
             )
         parts.append(np.frombuffer(chunk.encoded_text.tokens, "<i4"))
     tokens = np.concatenate(parts or [np.empty(0, "<i4")]).astype(np.int64)
@@ -204,7 +187,7 @@ def _read_tensor(number: int, name: str, tensor: Any, size: int) -> np.ndarray[A
     where = f"datum {number}: loss_fn_inputs {name[:100]!r}"
     if kind is None:
         raise RequestError(f"{where}: dtype {tensor.dtype} is neither float32 nor int64")
-    if tensor.WhichOneof("encoding") != "dense" or len(shape) > 1:
+    if tensor.HasField("sparse_csr") or len(shape) > 1:
         raise RequestError(
             f"{where} has the shape {shape[:4]}; served is one dense number for each of the {size} input tokens"
         )
@@ -254,13 +237,7 @@ def sample_response(
     return bytes(message.SerializeToString())
 
 
-# -- JSON requests -----------------------------------------------------------------------------------------------------
-
-Id = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
-Seq = Annotated[int, Field(ge=0, le=2**62)]
-Metadata = dict[Annotated[str, StringConstraints(max_length=200)], Any]
-Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+# -- JSON requests: the protocol's fields. One with a single value, or None, is a field that is not served ---------------
 
 
 class _Request(BaseModel):
@@ -268,163 +245,127 @@ class _Request(BaseModel):
     type: str = ""
 
 
-class CreateSession(_Request):
-    """POST create_session."""
-
-    tags: list[str] = []
-    user_metadata: Metadata | None = None
-    sdk_version: str = ""
-    project_id: str | None = None
-    display_name: Annotated[str, StringConstraints(max_length=500)] | None = None
+def _request(name: str, **fields: Any) -> Any:
+    """Makes a model of fields: a type, or a type with a default."""
+    return create_model(
+        name, __base__=_Request, **{key: one if isinstance(one, tuple) else (one, ...) for key, one in fields.items()}
+    )
 
 
-class OfSession(_Request):
-    """POST session_heartbeat."""
-
-    session_id: Id
-
-
-class LoraRequest(_Request):
-    """The adapters of a model."""
-
-    rank: int = Field(ge=0)
-    seed: int | None = Field(None, ge=0, lt=2**63)
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class OptimizerKind(_Request):
-    """The optimizer of a model."""
-
-    type: Literal["adamw"] = "adamw"
-
-
-class CreateModel(_Request):
-    """POST create_model."""
-
-    session_id: Id
-    model_seq_id: Seq
-    base_model: Id
-    user_metadata: Metadata | None = None
-    lora_config: LoraRequest | None = None
-    optimizer_config: OptimizerKind = OptimizerKind()
-
-
-class OfModel(_Request):
-    """POST get_info, unload_model."""
-
-    model_id: Id
-
-
-class AdamSettings(_Request):
-    """AdamW of one step. grad_clip_norm 0: no clipping."""
-
-    learning_rate: float = Field(1e-4, ge=0, le=100)
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, gt=0, le=1)
-    weight_decay: float = Field(0.0, ge=0, le=1000)
-    grad_clip_norm: float = Field(0.0, ge=0)
-
-
-class OptimStep(_Request):
-    """POST optim_step."""
-
-    adam_params: AdamSettings
-    model_id: Id
-    seq_id: Seq
-
-
-class SaveWeights(_Request):
-    """POST save_weights, save_weights_for_sampler and save_weights_external. Without `path`: for a sampling session."""
-
-    model_id: Id
-    path: Name | None = None
-    seq_id: Seq
-    sampling_session_seq_id: Seq | None = None
-    kind: Literal["snapshot"] = "snapshot"
-    ttl_seconds: Ttl | None = None
-    overwrite: bool = False
-    user_metadata: Metadata | None = None
-    age_encryption_recipients: None = None
-
-
-class LoadWeights(_Request):
-    """POST load_weights: into a model, or as the first request of a new one."""
-
-    model_id: Id | None = None
-    seq_id: Seq | None = None
-    session_id: Id | None = None
-    model_seq_id: Seq | None = None
-    base_model: Id | None = None
-    user_metadata: Metadata | None = None
-    path: Id
-    optimizer: bool
-    optimizer_config: OptimizerKind | None = None
-    weights_access_token: None = None
-
-
-class CreateSampler(_Request):
-    """POST create_sampling_session."""
-
-    session_id: Id
-    sampling_session_seq_id: Seq
-    base_model: Id | None = None
-    model_path: Id | None = None
-
-
-class TextChunk(_Request):
-    """Tokens of a prompt."""
-
-    tokens: list[int]
-    type: Literal["encoded_text"] = "encoded_text"
-
-
-class Prompt(_Request):
-    """A prompt of text."""
-
-    chunks: list[TextChunk]
-
-
-class SamplingSettings(_Request):
-    """One request's sampling. `stop`: texts, or token ids."""
-
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_k: int = Field(-1, ge=-1)
-    top_p: float = Field(1.0, gt=0, le=1)
+Id = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+Seq = Annotated[int, Field(ge=0, le=2**62)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Metadata = dict[str, Any] | None
+Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
+Rate = Annotated[float, Field(ge=0, lt=1)]
+OptimizerKind = _request("OptimizerKind", type=(Literal["adamw"], "adamw"))
+LoraRequest = _request(
+    "LoraRequest",
+    rank=Annotated[int, Field(ge=0)],
+    seed=(Annotated[int, Field(ge=0, lt=2**63)] | None, None),
+    train_unembed=(bool, True),
+    train_mlp=(bool, True),
+    train_attn=(bool, True),
+)
+AdamSettings = _request(
+    "AdamSettings",
+    learning_rate=(Annotated[float, Field(ge=0, le=100)], 1e-4),
+    beta1=(Rate, 0.9),
+    beta2=(Rate, 0.95),
+    eps=(Annotated[float, Field(gt=0, le=1)], 1e-12),
+    weight_decay=(Annotated[float, Field(ge=0, le=1000)], 0.0),
+    grad_clip_norm=(Annotated[float, Field(ge=0)], 0.0),  # 0: no clipping
+)
+CreateSession = _request(
+    "CreateSession",
+    tags=(list[str], []),
+    user_metadata=(Metadata, None),
+    sdk_version=(str, ""),
+    project_id=(str | None, None),
+    display_name=(str | None, None),
+)
+OfSession = _request("OfSession", session_id=Id)
+OfModel = _request("OfModel", model_id=Id)
+CreateModel = _request(
+    "CreateModel",
+    session_id=Id,
+    model_seq_id=Seq,
+    base_model=Id,
+    user_metadata=(Metadata, None),
+    lora_config=(LoraRequest | None, None),
+    optimizer_config=(OptimizerKind, OptimizerKind()),
+)
+OptimStep = _request("OptimStep", adam_params=AdamSettings, model_id=Id, seq_id=Seq)
+SaveWeights = _request(
+    "SaveWeights",
+    model_id=Id,
+    path=(Name | None, None),  # None: for a sampling session
+    seq_id=Seq,
+    sampling_session_seq_id=(Seq | None, None),
+    kind=(Literal["snapshot"], "snapshot"),
+    ttl_seconds=(Ttl | None, None),
+    overwrite=(bool, False),
+    user_metadata=(Metadata, None),
+    age_encryption_recipients=(None, None),
+)
+LoadWeights = _request(
+    "LoadWeights",
+    model_id=(
+        Id | None,
+        None,
+    ),  # with seq_id: into a model; session_id with model_seq_id: the first request of a new one
+    seq_id=(Seq | None, None),
+    session_id=(Id | None, None),
+    model_seq_id=(Seq | None, None),
+    base_model=(Id | None, None),
+    user_metadata=(Metadata, None),
+    path=Id,
+    optimizer=bool,
+    optimizer_config=(OptimizerKind | None, None),
+    weights_access_token=(None, None),
+)
+CreateSampler = _request(
+    "CreateSampler",
+    session_id=Id,
+    sampling_session_seq_id=Seq,
+    base_model=(Id | None, None),
+    model_path=(Id | None, None),
+)
+TextChunk = _request("TextChunk", tokens=list[int], type=(Literal["encoded_text"], "encoded_text"))
+SamplingSettings = _request(
+    "SamplingSettings",
+    max_tokens=(Annotated[int, Field(ge=1)] | None, None),
+    seed=(Seed | None, None),
+    stop=(str | list[str] | list[int] | None, None),
+    temperature=(Annotated[float, Field(ge=0, le=100)], 1.0),
+    top_k=(Annotated[int, Field(ge=-1)], -1),
+    top_p=(Annotated[float, Field(gt=0, le=1)], 1.0),
+)
+Sample = _request(
+    "Sample",
+    num_samples=(Annotated[int, Field(ge=1, le=4096)], 1),
+    prompt=_request("Prompt", chunks=list[TextChunk]),
+    sampling_params=SamplingSettings,
+    sampling_session_id=Id,
+    seq_id=Seq,
+    prompt_logprobs=(bool | None, None),
+    prompt_logprobs_last_n=(Annotated[int, Field(ge=1)] | None, None),
+    topk_prompt_logprobs=(Literal[0], 0),
+    topk_sample_logprobs=(Literal[0], 0),
+    prompt_alt_tokens_k=(Literal[0], 0),
+    target_prompt_logprobs=(None, None),
+    record_stability_info=(bool | None, None),  # without an effect: the loss that reads it is refused
+    base_model=(None, None),
+    model_path=(None, None),
+)
+Retrieve = _request("Retrieve", request_id=Id, allow_metadata_only=(bool, False))
 
 
-class Sample(_Request):
-    """POST asample. Fields with one value are the protocol's that are not served."""
-
-    num_samples: int = Field(1, ge=1, le=4096)
-    prompt: Prompt
-    sampling_params: SamplingSettings
-    sampling_session_id: Id
-    seq_id: Seq
-    prompt_logprobs: bool | None = None
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Literal[0] = 0
-    prompt_alt_tokens_k: Literal[0] = 0
-    target_prompt_logprobs: None = None
-    record_stability_info: bool | None = None  # without an effect: the loss that reads it is refused
-    base_model: None = None
-    model_path: None = None
-
-
-class Retrieve(_Request):
-    """POST retrieve_future, cancel_future."""
-
-    request_id: Id
-    allow_metadata_only: bool = False
-
-
-class OfPath(_Request):
-    """POST weights_info."""
-
-    tinker_path: Id
+def read_json_request(kind: Any, body: bytes) -> Any:
+    """Reads a request of one of the kinds above. Raises RequestError, which names the wrong fields."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg'][:300]}" for one in error.errors()[:8]]
+        raise RequestError("; ".join(wrong)) from None

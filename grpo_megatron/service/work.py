@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from grpo_megatron.types import Batch, rows_of_mini_batch
 
 @dataclass(frozen=True)
 class SampleJob:
-    """One sampling request: as many responses as `seeds`, and the prompt's log-probabilities if wanted."""
+    """One sampling request: as many responses as `seeds`, and log-probabilities of the prompt's last `num_scored` tokens."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -50,12 +50,12 @@ class SampleJob:
     top_k: int
     stop_token_ids: tuple[int, ...]
     stop: tuple[str, ...]
-    prompt_logprobs: bool
+    num_scored: int | None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The answer to a SampleJob. `prompt_logprobs`: of tokens 1, 2, ... given those before them."""
+    """The answer to a SampleJob. `prompt_logprobs`: of every token given those before it; NaN where none was wanted."""
 
     completions: list[Completion]
     prompt_logprobs: list[float] | None
@@ -79,7 +79,7 @@ class Work:
         self._awake = contextlib.ExitStack()  # is inside `rollout` while samples are generated
         self._version = 0
         self._sampler: Path | None = None  # whose weights the awake engine has
-        self._weights: OrderedDict[Path, list[Tensor]] = OrderedDict()  # of samplers, the last used one at the end
+        self._saved: dict[str, Path] = {}  # model -> the sampler that has its current weights
 
     def close(self) -> None:
         """Release the engine."""
@@ -96,6 +96,7 @@ class Work:
     def create(self, model_id: str, lora: LoraRequest | None) -> None:
         """Make a new model, with a new optimizer."""
         self._sleep()
+        self._saved.pop(model_id, None)
         self.slots.create(model_id, lora)
 
     def drop(self, model_id: str) -> None:
@@ -120,6 +121,7 @@ class Work:
     def load(self, model_id: str, folder: Path, lora: LoraRequest | None, *, optimizer: bool) -> None:
         """Read a checkpoint into a loaded model or a new one, without the gradients since it. Raises RankError."""
         self._sleep()
+        self._saved.pop(model_id, None)
         if model_id in self.slots.loaded:
             self.slots.enter(model_id)
         else:
@@ -135,14 +137,9 @@ class Work:
         self.export_weights(folder, adapters=True)
 
     def snapshot(self, model_id: str, folder: Path) -> None:
-        """Write the weights for a sampler, and keep a copy in memory."""
+        """Write the weights for a sampler."""
         self.export(model_id, folder)
-        self._remember(folder)
-
-    def _remember(self, folder: Path) -> None:
-        self._weights[folder] = [one.to("cpu", copy=True) for one in self.slots.parameters()]
-        while len(self._weights) > self.config.service.max_samplers:
-            self._weights.popitem(last=False)
+        self._saved[model_id] = folder
 
     def _enter(self, model_id: str) -> None:
         self._sleep()
@@ -210,20 +207,18 @@ class Work:
     def step(self, model_id: str, adam: AdamSettings) -> float:
         """Make one step of AdamW on the gradients so far. Returns their norm before clipping; infinity: no step was made."""
         self._enter(model_id)
+        self._saved.pop(model_id, None)
         return self.slots.step(adam)
 
     # -- samples ---------------------------------------------------------------------------------------------------
 
-    def sample(self, sampler: Path | None, source: str | None, jobs: Sequence[SampleJob]) -> list[Sampled]:
-        """Generate for `jobs` with the weights of the folder `sampler`; None: of the base.
-
-        `source`: the loaded model that has these weights now, if there is one.
-        """
+    def sample(self, sampler: Path | None, jobs: Sequence[SampleJob]) -> list[Sampled]:
+        """Generate for `jobs` with the weights of the folder `sampler`; None: of the base."""
         if self.colocation is None:
             raise RequestError("this server has no engine")
         sampler = sampler or Path()
         if self._sampler != sampler:
-            self._wake(sampler, source)
+            self._wake(sampler)
         engine, mesh = self.colocation.engine, self.mesh
         wanted = [(number, index) for number, job in enumerate(jobs) for index in range(len(job.seeds))]
         first, end = (len(wanted) * (mesh.engine_replica + i) // mesh.num_engine_replicas for i in range(2))
@@ -242,7 +237,7 @@ class Work:
             for number, index in wanted[first:end]
         ]
         completions = engine.generate(requests, self._version) if requests else []
-        scored = [number for number, job in enumerate(jobs) if job.prompt_logprobs and len(job.prompt) > 1]
+        scored = [number for number, job in enumerate(jobs) if job.num_scored]
         scored = scored[mesh.engine_replica :: mesh.num_engine_replicas]
         logprobs = engine.logprobs([list(jobs[number].prompt) for number in scored]) if scored else []
         mine = dict(zip(wanted[first:end], completions, strict=True)), dict(zip(scored, logprobs, strict=True))
@@ -252,18 +247,19 @@ class Work:
         return [
             Sampled(
                 [drawn[number, index] for index in range(len(job.seeds))],
-                of_prompts.get(number, []) if job.prompt_logprobs else None,
+                _last(job, of_prompts.get(number, [])),
             )
             for number, job in enumerate(jobs if parts else ())
         ]
 
-    def _wake(self, sampler: Path, source: str | None) -> None:
+    def _wake(self, sampler: Path) -> None:
         """Give the engine a sampler's weights. The model in the policy stays as it is. Raises RequestError, RankError."""
         self._sleep()
         assert self.colocation is not None
         if self.slots.has_gradients:  # their buffers may be freed while samples are generated
             self.slots.leave()
-        with contextlib.nullcontext() if source == self.slots.model_id and source else self._with_weights(sampler):
+        is_there = self.slots.model_id is not None and self._saved.get(self.slots.model_id) == sampler
+        with contextlib.nullcontext() if is_there else self._with_weights(sampler):
             if not all(self.mesh.all_gather(self.policy.has_finite_weights())):
                 raise RequestError("the weights are not finite: an optimizer step was too large; load an earlier state")
             self._version += 1
@@ -294,22 +290,20 @@ class Work:
     def _set(self, sampler: Path) -> None:
         policy, slots = self.policy, self.slots
         if sampler == Path():
-            weights = slots.first if policy.lora is None else [torch.zeros_like(one) for one in slots.first]
-            for parameter, value in zip(slots.parameters(), weights, strict=True):
-                parameter.copy_(value)
-        elif sampler in self._weights:
-            self._weights.move_to_end(sampler)
-            for parameter, value in zip(slots.parameters(), self._weights[sampler], strict=True):
-                parameter.copy_(value)
+            for parameter, value in zip(slots.parameters(), slots.first, strict=True):
+                parameter.copy_(value if policy.lora is None else torch.zeros_like(value))
         elif policy.lora is None:
             load_hf(policy.ddp, sampler, policy.arch, self.mesh)
-            self._remember(sampler)
         else:
-            stored = policy.lora.stored(sampler, policy.arch, self.mesh)
-            for name, (a, b) in stored.items():
+            for name, (a, b) in policy.lora.stored(sampler, policy.arch, self.mesh).items():
                 policy.lora.modules[name].lora_a.copy_(a)
                 policy.lora.modules[name].lora_b.copy_(b)
-            self._remember(sampler)
+
+
+def _last(job: SampleJob, logprobs: list[float]) -> list[float] | None:
+    if job.num_scored is None:
+        return None
+    return [math.nan] * (len(job.prompt) - job.num_scored) + logprobs[len(logprobs) - job.num_scored :]
 
 
 def token_sum(inputs: Any, *, name: str, settings: Mapping[str, float]) -> tuple[Tensor, MetricSums]:

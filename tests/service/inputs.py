@@ -60,9 +60,11 @@ def make_data(count: int, loss: str, seed: int = 0) -> list[WireDatum]:
     return data
 
 
-def pass_body(model_id: str, seq_id: int, data: list[WireDatum], loss: str, **changes: Any) -> bytes:
-    """A ForwardBackwardRequest, as the client writes it. `changes`: fields of the message."""
-    message = CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=seq_id, loss_fn=loss, **changes)
+def pass_body(model_id: str, seq_id: int, data: list[WireDatum], loss: str, **settings: float) -> bytes:
+    """A ForwardBackwardRequest, as the client writes it."""
+    message = CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=seq_id, loss_fn=loss)
+    for name, value in settings.items():
+        message.loss_fn_config_v2[name].number = value
     for datum in data:
         part = message.data.add()
         part.model_input.add().encoded_text.tokens = datum.tokens.astype("<i4").tobytes()

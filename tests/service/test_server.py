@@ -65,7 +65,7 @@ def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: lis
         except Killed:
             client.url = "http://127.0.0.1:1"
             work._sleep()
-            work._weights.clear()
+            work._saved.clear()
             first, work.slots = work.slots.first, Slots(work.policy)
             work.slots.first = first
             server.loop.call_soon_threadsafe(server.loop.stop)
@@ -145,7 +145,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     for loss in ("custom", "stable_reinforce", "gspo", "", "x" * 1000):
         bodies.append(pass_body(model, next(seqs), data, loss))
     for settings in ({"clip_low_threshold": float("inf")}, {"clip_low_threshold": 2.0}, {"beta": 1.0}):
-        bodies.append(pass_body(model, next(seqs), data, "ppo", loss_fn_config=settings))
+        bodies.append(pass_body(model, next(seqs), data, "ppo", **settings))
     bodies += [
         pass_body(model, next(seqs), [], "ppo"),
         pass_body(foreign, 1, data, "ppo"),

@@ -29,7 +29,7 @@ LAYOUTS = {
     "PP2": (2, ["actor.megatron.pipeline_model_parallel_size=2"]),
 }
 ADAM = AdamSettings(learning_rate=0.02, weight_decay=0.1, grad_clip_norm=1.0)
-JOB = SampleJob((5, 9, 12), (1, 2, 3), 12, 1.0, 1.0, -1, (), (), True)
+JOB = SampleJob((5, 9, 12), (1, 2, 3), 12, 1.0, 1.0, -1, (), (), 2)
 
 
 def build(config: Path, out: Path, overrides: list[str]) -> Work:
@@ -104,12 +104,12 @@ def play(work: Work, model: str, number: int) -> Any:
     if number % 6 in (0, 1):
         return work.run_pass(request(model, data))
     if number % 6 == 2:
-        return work.sample(sampler if number > 6 else None, None, [JOB]) if number != 8 else None
+        return work.sample(sampler if number > 6 else None, [JOB]) if number != 8 else None
     if number % 6 == 3:
         return work.step(model, ADAM)
     if number % 6 == 4:
         return work.snapshot(model, folder / f"sampler-{number // 6 + 1}")
-    return work.sample(folder / f"sampler-{number // 6 + 1}", model, [JOB, JOB])
+    return work.sample(folder / f"sampler-{number // 6 + 1}", [JOB, JOB])
 
 
 def start(work: Work, model: str) -> None:
