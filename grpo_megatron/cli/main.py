@@ -156,7 +156,7 @@ COMMANDS = {  # in the order of --help: as a user meets them
     ),
     "serve-training": Command(
         "serve training to clients of the public tinker package",
-        "service.serve:ServeOptions",
+        "cli.serve_training:ServeOptions",
         "serve_training",
         starts_ranks=True,
     ),

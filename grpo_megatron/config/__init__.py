@@ -4,8 +4,9 @@ Names follow verl where the meaning is the same (without its `actor_rollout_ref`
 sizes count prompts, and steps are training steps, unless the key's text says otherwise. `null` is YAML's None. Each
 section checks its own values here; checks that need two sections, the world size or a file are in `checks/`. Sections:
 model.py, actor.py (also ref, critic), data.py (also sft), algorithm.py, reward.py (also the reward models), teachers.py,
-rollout.py, trainer.py (also guards), service.py. section.py: their base. methods.py: named blocks of defaults. options.py: command lines.
-tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their keys.
+rollout.py, trainer.py (also guards), service.py. section.py: their base. methods.py: named blocks of defaults. options.py:
+command lines. tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their
+keys.
 """
 
 # ruff: noqa: F401 - the names of all sections are imported from here

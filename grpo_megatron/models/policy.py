@@ -226,8 +226,9 @@ class Policy(LanguageModel):
     def optim_step(self, allows: Callable[[float], bool] | None = None, *, scheduled: bool = True) -> float:
         """Clip the gradient and make the optimizer step if `allows(norm)`; None: if it is finite on every rank.
 
-        `scheduled`: at the schedule's learning rate; else at that of the optimizer's groups. A skipped step leaves weights, optimizer and schedule as they are. Returns the norm before clipping, or infinity
-        after a skipped step. Collective. Raises TooManySkippedSteps.
+        `scheduled`: at the schedule's learning rate; else at that of the optimizer's groups. A skipped step leaves weights,
+        optimizer and schedule as they are. Returns the norm before clipping, or infinity after a skipped step. Collective.
+        Raises TooManySkippedSteps.
         """
         with self.device.megatron(), order_free_norm() if self.is_exact else contextlib.nullcontext():
             self.optimizer.prepare_grads()

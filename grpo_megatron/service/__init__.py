@@ -1,7 +1,7 @@
 """The trainer as a service: the public `tinker` client trains on the ranks of this program (docs/service.md).
 
-serve.py     the command serve-training: starts the ranks, and runs on each of them
-server.py    HTTP on rank 0: sessions, order, futures; validates all that a client sends
+http.py      the paths, keys and limits, on rank 0
+server.py    sessions, order, futures; commands for the ranks (cli/serve_training.py runs them)
 store.py     the files of sessions, models, samplers and requests, from which a restart goes on
 wire.py      the protocol's messages
 work.py      one request on all ranks: passes, optimizer steps, samples, checkpoints

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpo_megatron.service import wire
 from grpo_megatron.service.server import SAVES, Server, digest
-from grpo_megatron.service.store import KINDS, Json
+from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject
 from grpo_megatron.service.wire import RequestError, read_json_request
 
 HEADERS_S, BODY_S = 20.0, 60.0  # seconds for the headers of a first request, and for a body
@@ -53,7 +53,7 @@ class HttpServer:
 
     def _serve(self) -> None:
         self.server.loop = asyncio.new_event_loop()
-        settings: Json = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
+        settings: JsonObject = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
         settings |= {"http": _Connection, "limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": 75}
         application = Starlette(routes=list(self._routes()), exception_handlers={404: _no_path, 405: _no_path})
         serving = uvicorn.Server(uvicorn.Config(application, **settings)).serve(sockets=[self._socket])
@@ -61,7 +61,7 @@ class HttpServer:
 
     def _routes(self) -> Iterator[Route]:
         server, name = self.server, self.server.served.name
-        flags: Json = dict.fromkeys(
+        flags: JsonObject = dict.fromkeys(
             ("pjwt_auth_enabled", "use_pyqwest_transport", "sample_use_retrieve_futures", "custom_loss_server_side"),
             False,
         )
@@ -110,7 +110,7 @@ class HttpServer:
             "create_sampling_session", lambda read, owner, _: server.create_sampler(read, owner), wire.CreateSampler
         )
         yield route("samplers/{id}", self._sampler, method="GET")
-        yield route("asample", server.sample, wire.Sample)
+        yield route("asample", server.sample, wire.SampleRequest)
         yield route("training_runs/{id}", self._training_run, method="GET")
         checkpoints = "training_runs/{id}/checkpoints"
         yield route(
@@ -159,15 +159,15 @@ class HttpServer:
             raise RequestError(f"the body was not complete after {BODY_S:g} s", 408) from None
         return bytes(body)
 
-    def _heartbeat(self, read: Any, owner: str, _: bytes) -> Json:
+    def _heartbeat(self, read: Any, owner: str, _: bytes) -> JsonObject:
         self.server.session(read.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    def _about(self, model_id: str, owner: str) -> Json:
+    def _about(self, model_id: str, owner: str) -> JsonObject:
         lora = self.server.model(model_id, owner).lora
         return {"is_lora": lora is not None, "lora_rank": lora.rank if lora else None}
 
-    def _info(self, read: Any, owner: str, _: bytes) -> Json:
+    def _info(self, read: Any, owner: str, _: bytes) -> JsonObject:
         served = self.server.served
         data = {"arch": "decoder", "model_name": served.name, "tokenizer_id": served.tokenizer}
         return {
@@ -177,18 +177,18 @@ class HttpServer:
             **self._about(read.model_id, owner),
         }
 
-    def _training_run(self, read: Any, owner: str, _: bytes) -> Json:
+    def _training_run(self, read: Any, owner: str, _: bytes) -> JsonObject:
         model = self.server.model(read["id"], owner)
         run = {"training_run_id": model.id, "base_model": self.server.served.name, "model_owner": owner}
         run |= {"last_request_time": "1970-01-01T00:00:00Z", "user_metadata": model.origin["user_metadata"]}
         return {**run, **self._about(model.id, owner)}
 
-    def _sampler(self, read: Any, owner: str, _: bytes) -> Json:
+    def _sampler(self, read: Any, owner: str, _: bytes) -> JsonObject:
         sampler = self.server.sampler(read["id"], owner)
         return {"sampler_id": sampler.id, "base_model": self.server.served.name, "model_path": sampler.path}
 
     def _remove(self, read: Any, owner: str, _: bytes) -> None:
-        self.server.checkpoint(f"tinker://{read['id']}/{read['kind']}/{read['name']}", owner, tuple(KINDS))
+        self.server.checkpoint(f"tinker://{read['id']}/{read['kind']}/{read['name']}", owner, tuple(CHECKPOINT_KINDS))
         self.server.store.remove_checkpoint(read["id"], f"{read['kind']}/{read['name']}")
 
 

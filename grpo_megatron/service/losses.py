@@ -32,7 +32,7 @@ DEFAULTS: dict[str, dict[str, float]] = {  # loss -> its settings
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
-NEEDED = {name: ("logprobs", "advantages") for name in DEFAULTS} | {
+NEEDED: dict[str, tuple[str, ...]] = dict.fromkeys(DEFAULTS, ("logprobs", "advantages")) | {
     "cross_entropy": ("weights",),
     "gspo": ("logprobs", "advantages", "sequence_ratio_mask"),
 }

@@ -31,13 +31,13 @@ from starlette.responses import JSONResponse, Response
 from grpo_megatron.config import ServiceConfig
 from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service import wire
-from grpo_megatron.service.store import KINDS, Json, Store
+from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject, Store
 from grpo_megatron.service.wire import RequestError, read_json_request
 from grpo_megatron.service.work import Sampled, SampleJob
 
 POLL_S = 30.0  # seconds that a client waits for an answer before it asks again
 MAX_AHEAD = 4096  # requests of one model that may arrive before one with a lower number
-MAX_ANSWERS = 20_000  # answers in memory; those of training are on disk, too
+MAX_KEPT_ANSWERS = 20_000  # answers in memory; those of training are on disk, too
 TOGETHER_S = 0.003  # a batch of samples begins when none has come for so long, or after twenty times as long
 SAVES = {
     "save_weights": "weights",
@@ -77,7 +77,7 @@ class Model:
     id: str
     owner: str
     session: str
-    origin: Json
+    origin: JsonObject
     next_seq: int = 1
     waiting: dict[int, Job] = field(default_factory=dict)
     is_loaded: bool = False
@@ -92,7 +92,7 @@ class Model:
 
 
 @dataclass
-class Sampler:
+class SamplingSession:
     """A sampling session. `folder`: of its weights; None: the base's."""
 
     id: str
@@ -110,7 +110,7 @@ class Job:
     owner: str
     kind: str
     request: Any
-    target: Any  # a Model or a Sampler
+    target: Any  # a Model or a SamplingSession
     seq: int = 0
     arrived: float = field(default_factory=time.monotonic)
     answer: tuple[str, bytes] | None = None  # media type and content
@@ -119,12 +119,12 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Command:
-    """What all ranks run next: a method of Work. `jobs`: those that it answers; `model`: the one that it changes."""
+class RankCommand:
+    """The next thing that all ranks run: a method of Work. `jobs`: those that it answers; `model`: the one that it changes."""
 
     method: str
     arguments: tuple[Any, ...]
-    options: Json = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
     jobs: tuple[Job, ...] = ()
     model: Model | None = None
 
@@ -140,10 +140,10 @@ class Server:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.sessions: dict[str, Session] = {}
         self.models: dict[str, Model] = {}
-        self.samplers: dict[str, Sampler] = {}
+        self.samplers: dict[str, SamplingSession] = {}
         self.jobs: dict[str, Job] = {}  # in the order of arrival
         self._ready: collections.deque[Job] = collections.deque()  # of models
-        self._commands: collections.deque[Command] = collections.deque()  # before all jobs
+        self._commands: collections.deque[RankCommand] = collections.deque()  # before all jobs
         self._samples: list[Job] = []
         self._arrival = threading.Condition(self.lock)
         self._recall()
@@ -160,11 +160,11 @@ class Server:
                 self._restore(model)
         for name, content in self.store.read_all("samplers"):
             folder = None if content["folder"] is None else Path(content["folder"])
-            sampler = Sampler(name, content["owner"], content["session"], content["path"], folder)
+            sampler = SamplingSession(name, content["owner"], content["session"], content["path"], folder)
             self.samplers[name] = sampler
             for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
                 with contextlib.suppress(RequestError):
-                    self._add_sample(sampler, seq, read_json_request(wire.Sample, body))
+                    self._add_sample(sampler, seq, read_json_request(wire.SampleRequest, body))
 
     def _after_snapshot(self, model: Model) -> tuple[int, dict[int, bytes]]:
         """Returns the number of the first request after the last snapshot, and the requests from there on."""
@@ -188,9 +188,9 @@ class Server:
         source = snapshot[1] if snapshot else origin["source"] and Path(origin["source"])
         if source:
             options = {"optimizer": bool(snapshot or origin["optimizer"])}
-            self._commands.append(Command("load", (model.id, source, model.lora), options, model=model))
+            self._commands.append(RankCommand("load", (model.id, source, model.lora), options, model=model))
         else:
-            self._commands.append(Command("create", (model.id, model.lora), model=model))
+            self._commands.append(RankCommand("create", (model.id, model.lora), model=model))
         _, requests = self._after_snapshot(model)
         answered = self.store.answered(model.id)
         for seq, body in sorted(requests.items()):
@@ -205,7 +205,7 @@ class Server:
 
     # -- commands for the ranks --------------------------------------------------------------------------------------
 
-    def take(self, timeout_s: float) -> Command | None:
+    def take(self, timeout_s: float) -> RankCommand | None:
         """Returns the next command; None after `timeout_s` without one."""
         end = time.monotonic() + timeout_s
         with self._arrival:
@@ -215,7 +215,7 @@ class Server:
                     return command
                 self._arrival.wait(TOGETHER_S if self._samples else timeout_s)
 
-    def _next(self) -> Command | None:
+    def _next(self) -> RankCommand | None:
         if self._commands:
             return self._commands.popleft()
         now, samples = time.monotonic(), self._samples
@@ -228,9 +228,9 @@ class Server:
         folder = samples[0].target.folder
         jobs = tuple(job for job in samples if job.target.folder == folder)
         self._samples = [job for job in samples if job.target.folder != folder]
-        return Command("sample", (folder, [job.request for job in jobs]), jobs=jobs)
+        return RankCommand("sample", (folder, [job.request for job in jobs]), jobs=jobs)
 
-    def _command(self, job: Job) -> Command | None:
+    def _command(self, job: Job) -> RankCommand | None:
         """Returns the command of a model's job; None: nothing is to run."""
         model, request = job.target, job.request
         try:
@@ -242,13 +242,13 @@ class Server:
                 return (
                     None
                     if job.is_again and request.forward_only
-                    else Command("run_pass", (request,), {}, (job,), model)
+                    else RankCommand("run_pass", (request,), {}, (job,), model)
                 )
             if job.kind == "step":
-                return Command("step", (model.id, request.adam_params), {}, (job,), model)
+                return RankCommand("step", (model.id, request.adam_params), {}, (job,), model)
             if job.kind == "load":
                 arguments = model.id, self.checkpoint(request.path, job.owner), model.lora
-                return Command("load", arguments, {"optimizer": request.optimizer}, (job,), model)
+                return RankCommand("load", arguments, {"optimizer": request.optimizer}, (job,), model)
             if job.is_again:
                 return None
             name = f"{job.kind}/{request.path or f'session-{job.seq:010d}'}"
@@ -256,12 +256,12 @@ class Server:
                 if not request.overwrite:
                     raise RequestError(f"{name} is there already; choose another name, or set overwrite")
                 self.store.remove_checkpoint(model.id, name)
-            return Command(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
+            return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
         except RequestError as error:
             self._answer(job, error=str(error))
             return None
 
-    def finish(self, command: Command, result: Any, error: Exception | None) -> None:
+    def finish(self, command: RankCommand, result: Any, error: Exception | None) -> None:
         """Answer the jobs of a command."""
         model = command.model
         with self.lock:
@@ -297,10 +297,10 @@ class Server:
     def _take_snapshot(self, model: Model, seq: int) -> None:
         model.steps = 0
         self._commands.append(
-            Command("save", (model.id, self.store.model(model.id) / f"state_{seq:010d}"), model=model)
+            RankCommand("save", (model.id, self.store.model(model.id) / f"state_{seq:010d}"), model=model)
         )
 
-    def _done(self, job: Job, command: Command, result: Any) -> Json:
+    def _done(self, job: Job, command: RankCommand, result: Any) -> JsonObject:
         """Returns the answer to a step, a load or a checkpoint, which is noted as complete."""
         model, request = job.target, job.request
         if job.kind == "step":
@@ -327,15 +327,15 @@ class Server:
         if isinstance(job.target, Model) and job.seq:
             place = self.store.model(job.target.id) / "results" / f"{job.seq:010d}"
             self.store.write(place, (b"P" if media == wire.PROTOBUF else b"J") + content)
-        if len(self.jobs) > MAX_ANSWERS:
-            for old in [one.id for one in self.jobs.values() if one.answer is not None][: MAX_ANSWERS // 10]:
+        if len(self.jobs) > MAX_KEPT_ANSWERS:
+            for old in [one.id for one in self.jobs.values() if one.answer is not None][: MAX_KEPT_ANSWERS // 10]:
                 del self.jobs[old]
         if self.loop is not None:
             self.loop.call_soon_threadsafe(job.done.set)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def create_session(self, request: Any, owner: str) -> Json:
+    def create_session(self, request: Any, owner: str) -> JsonObject:
         """Begin a session."""
         session = Session(uuid.uuid4().hex, owner, time.monotonic())
         self.sessions[session.id] = session
@@ -368,7 +368,7 @@ class Server:
                 if model.steps and not model.passes:
                     self._take_snapshot(model, model.next_seq - 1)
                 model.is_loaded = False
-                self._commands.append(Command("drop", (model.id,)))
+                self._commands.append(RankCommand("drop", (model.id,)))
 
     def end(self, session: Session) -> None:
         """End a session. Its requests that wait for an earlier one are dropped."""
@@ -401,7 +401,7 @@ class Server:
         if name is not None and name.partition(":")[0] != self.served.name:
             raise RequestError(f"base_model {name!r} is not served; this server has {self.served.name!r}", 404)
 
-    def create_model(self, request: Any, owner: str) -> Json:
+    def create_model(self, request: Any, owner: str) -> JsonObject:
         """Begin a training run of the base model."""
         self._check_base(request.base_model)
         rank, most = request.lora_config.rank if request.lora_config else 0, self.served.rank
@@ -415,7 +415,7 @@ class Server:
         origin = {"lora": request.lora_config.model_dump() if rank else None, "source": None, "optimizer": False}
         return self._new_model(request, owner, origin)
 
-    def load_new(self, request: Any, owner: str) -> Json:
+    def load_new(self, request: Any, owner: str) -> JsonObject:
         """Begin a training run with a checkpoint."""
         self._check_base(request.base_model)
         folder = self.checkpoint(request.path, owner)
@@ -423,7 +423,7 @@ class Server:
         origin = {"lora": lora, "source": str(folder), "optimizer": request.optimizer}
         return self._new_model(request, owner, origin)
 
-    def _new_model(self, request: Any, owner: str, origin: Json) -> Json:
+    def _new_model(self, request: Any, owner: str, origin: JsonObject) -> JsonObject:
         """Returns a future that is complete: what the client asks of the model later runs after the command that makes it."""
         session = self.session(request.session_id or "", owner)
         model_id = f"{session.id}:train:{request.model_seq_id or 0}"
@@ -442,7 +442,7 @@ class Server:
         self._answer(job, JSON, json.dumps({"model_id": model_id}).encode())
         return {"request_id": job.id, "model_id": model_id}
 
-    def add_request(self, path: str, content: bytes, owner: str) -> Json:
+    def add_request(self, path: str, content: bytes, owner: str) -> JsonObject:
         """Queue a request of a model, which was sent to `path`. The same one again has the same future.
 
         One that is wrong keeps its place in the order: its answer is the error. Raises RequestError where no model expects it.
@@ -501,14 +501,18 @@ class Server:
             wire.OptimStep if is_step else wire.LoadWeights, content
         )
 
-    def list_checkpoints(self, model: Model) -> Json:
+    def list_checkpoints(self, model: Model) -> JsonObject:
         """Returns a model's checkpoints, the oldest first; removes those that have expired."""
         found = []
         for name, about in self.store.checkpoints(model.id).items():
             if about["expires"] is not None and about["expires"] < time.time():
                 self.store.remove_checkpoint(model.id, name)
                 continue
-            one = {"checkpoint_id": name, "checkpoint_type": KINDS[name.partition("/")[0]], "size_bytes": about["size"]}
+            one = {
+                "checkpoint_id": name,
+                "checkpoint_type": CHECKPOINT_KINDS[name.partition("/")[0]],
+                "size_bytes": about["size"],
+            }
             one |= {"tinker_path": f"tinker://{model.id}/{name}", "user_metadata": about["user_metadata"]}
             one["expires_at"] = about["expires"] and datetime.fromtimestamp(about["expires"], UTC).isoformat()
             found.append({**one, "time": datetime.fromtimestamp(about["time"], UTC).isoformat()})
@@ -516,23 +520,25 @@ class Server:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def sampler(self, sampler_id: str, owner: str) -> Sampler:
+    def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
         """Returns a sampling session of this owner. Raises RequestError."""
         sampler = self.samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
             raise RequestError(f"there is no sampling session {sampler_id[:200]!r}", 404)
         return sampler
 
-    def _add_sampler(self, session: str, owner: str, number: int, path: str | None, folder: Path | None) -> Sampler:
+    def _add_sampler(
+        self, session: str, owner: str, number: int, path: str | None, folder: Path | None
+    ) -> SamplingSession:
         name = f"{session}:sample:{number}"
-        sampler = self.samplers.setdefault(name, Sampler(name, owner, session, path, folder))
+        sampler = self.samplers.setdefault(name, SamplingSession(name, owner, session, path, folder))
         if sampler.folder != folder:
             raise RequestError(f"{name} exists with other weights; use a new sampling_session_seq_id")
         content = {"owner": owner, "session": session, "path": path, "folder": folder and str(folder)}
         self.store.create_sampler(name, content)
         return sampler
 
-    def create_sampler(self, request: Any, owner: str) -> Json:
+    def create_sampler(self, request: Any, owner: str) -> JsonObject:
         """Begin a sampling session of the base model, or of a checkpoint for samplers."""
         session, path = self.session(request.session_id, owner), request.model_path
         self._check_base(request.base_model)
@@ -540,7 +546,7 @@ class Server:
         sampler = self._add_sampler(session.id, owner, request.sampling_session_seq_id, path, folder)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
-    def sample(self, request: Any, owner: str, body: bytes) -> Json:
+    def sample(self, request: Any, owner: str, body: bytes) -> JsonObject:
         """Queue a sampling request."""
         sampler = self.sampler(request.sampling_session_id, owner)
         self.session(sampler.session, owner)
@@ -555,7 +561,7 @@ class Server:
             "sample_sequence_ids": [f"{request_id}:{index}" for index in range(request.num_samples)],
         }
 
-    def _add_sample(self, sampler: Sampler, seq: int, request: Any) -> None:
+    def _add_sample(self, sampler: SamplingSession, seq: int, request: Any) -> None:
         prompt = np.asarray([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int64)
         most, settings, last = self.served.max_tokens, request.sampling_params, request.prompt_logprobs_last_n
         wire.check_tokens("prompt", prompt, self.served.vocab_size, most - 1)

@@ -154,7 +154,7 @@ class Slots:
         return result
 
     def step(self, adam: AdamSettings) -> float:
-        """Make one step of AdamW. Returns the gradient's norm before clipping; infinity: it is not finite, and no step is made."""
+        """Make one step of AdamW. Returns the gradient's norm before clipping; infinity: no step, as it is not finite."""
         policy = self.policy
         if not self.has_gradients:
             policy.ddp.zero_grad_buffer()

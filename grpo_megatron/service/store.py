@@ -26,13 +26,13 @@ from typing import Any
 from grpo_megatron.config import ConfigError, ServiceConfig
 from grpo_megatron.storage.files import clear_leftovers, remove_folder, write_file
 
-KINDS = {
+CHECKPOINT_KINDS = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
 }  # in tinker:// -> of the client
 KEPT_RESULTS = 256  # of one model, before its last snapshot
-Json = dict[str, Any]
+JsonObject = dict[str, Any]
 
 
 class Store:
@@ -44,7 +44,7 @@ class Store:
             (folder / name).mkdir(parents=True, exist_ok=True)
         os.chmod(folder, 0o700)
 
-    def write(self, path: Path, content: Json | bytes) -> None:
+    def write(self, path: Path, content: JsonObject | bytes) -> None:
         """Write a file: complete or not at all."""
         if isinstance(content, dict):
             write_file(path, json.dumps(content))
@@ -53,7 +53,7 @@ class Store:
         partial.write_bytes(content)
         partial.rename(path)
 
-    def read_all(self, kind: str) -> Iterator[tuple[str, Json]]:
+    def read_all(self, kind: str) -> Iterator[tuple[str, JsonObject]]:
         """Yields id and content of every session, model or sampler."""
         pattern = "*/model.json" if kind == "models" else "*.json"
         for path in sorted((self.folder / kind).glob(pattern)):
@@ -64,10 +64,10 @@ class Store:
         """Returns the folder of a model."""
         return self.folder / "models" / model_id
 
-    def create_model(self, model_id: str, content: Json) -> None:
+    def create_model(self, model_id: str, content: JsonObject) -> None:
         """Write a model's beginning."""
         folder = self.model(model_id)
-        for name in ("requests", "results", *KINDS):
+        for name in ("requests", "results", *CHECKPOINT_KINDS):
             (folder / name).mkdir(parents=True, exist_ok=True)
         self.write(folder / "model.json", content)
 
@@ -104,15 +104,15 @@ class Store:
         """Remove a request that will not run."""
         (self.model(model_id) / "requests" / f"{seq:010d}").unlink(missing_ok=True)
 
-    def create_sampler(self, name: str, content: Json) -> None:
+    def create_sampler(self, name: str, content: JsonObject) -> None:
         """Write a sampling session."""
         (self.folder / "samplers" / name).mkdir(exist_ok=True)
         self.write(self.folder / "samplers" / f"{name}.json", content)
 
-    def checkpoints(self, model_id: str) -> dict[str, Json]:
+    def checkpoints(self, model_id: str) -> dict[str, JsonObject]:
         """Returns the complete checkpoints of a model, by KIND/NAME."""
         found = {}
-        for kind in KINDS:
+        for kind in CHECKPOINT_KINDS:
             for path in sorted((self.model(model_id) / kind).glob("*.json")):
                 with contextlib.suppress(OSError):
                     found[f"{kind}/{path.stem}"] = json.loads(path.read_text())

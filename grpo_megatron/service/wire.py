@@ -36,7 +36,7 @@ SampledSequence stop_reason=1:int32 tokens=2:bytes logprobs=3:bytes
 SampleResponse sequences=1:*SampledSequence prompt_logprobs=2:bytes
 """  # *: repeated; {}: a map from text. An enum is an int32 on the wire; a oneof is its fields; others are skipped
 FLOAT32, INT64 = 1, 2  # of DType
-NUMPY = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 STOP, LENGTH = 0, 1  # of StopReason
 
 
@@ -67,7 +67,7 @@ def _message_classes() -> dict[str, Any]:
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"service.{name}")) for name in names}
 
 
-CLASSES = _message_classes()
+MESSAGE_CLASSES = _message_classes()
 
 
 class RequestError(ValueError):
@@ -104,7 +104,7 @@ class PassRequest:
 
 def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
     """Reads and checks a ForwardBackwardRequest. Raises RequestError."""
-    message = CLASSES["ForwardBackwardRequest"]()
+    message = MESSAGE_CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -112,7 +112,7 @@ def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
     loss = message.loss_fn
     if loss not in DEFAULTS:
         reason = {
-            "custom": "the client computes custom losses itself, from a forward pass (client config custom_loss_server_side=false)",
+            "custom": "the client computes custom losses itself, from a forward pass (custom_loss_server_side=false)",
             "stable_reinforce": "what the sampler recorded of each sequence is not kept; use importance_sampling, cispo or gspo",
         }.get(loss, f"known: {', '.join(DEFAULTS)}")
         raise RequestError(f"loss_fn {loss[:100]!r} is not served: {reason}")
@@ -135,7 +135,7 @@ def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
 def place_of(path: str, body: bytes) -> tuple[str, int] | None:
     """Returns model_id and seq_id of a request, also of one that is wrong otherwise. None: it has none, or cannot be read."""
     if path == "forward_backward":
-        message = CLASSES["ForwardBackwardRequest"]()
+        message = MESSAGE_CLASSES["ForwardBackwardRequest"]()
         try:
             message.ParseFromString(body)
         except (DecodeError, UnicodeDecodeError, RecursionError):
@@ -214,7 +214,7 @@ def check_tokens(where: str, tokens: np.ndarray[Any, Any], vocab_size: int, max_
 
 def pass_response(logprobs: Sequence[np.ndarray[Any, Any]], metrics: Mapping[str, float]) -> bytes:
     """Writes a ForwardBackwardOutput: float32 log-probabilities [N] of each datum. Names of metrics end in :sum or :mean."""
-    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    message = MESSAGE_CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(logprobs))
     field = record.fields["logprobs"]
     field.dtype, field.data = FLOAT32, b"".join(part.astype("<f4").tobytes() for part in logprobs)
@@ -227,7 +227,7 @@ def sample_response(
     sequences: Sequence[tuple[Sequence[int], Sequence[float], str]], prompt_logprobs: Sequence[float] | None
 ) -> bytes:
     """Writes a SampleResponse of (tokens, log-probabilities, "stop" or "length") for each sequence."""
-    message = CLASSES["SampleResponse"]()
+    message = MESSAGE_CLASSES["SampleResponse"]()
     for tokens, logprobs, reason in sequences:
         part = message.sequences.add(stop_reason=STOP if reason == "stop" else LENGTH)
         part.tokens = np.asarray(tokens, "<i4").tobytes()
@@ -247,15 +247,13 @@ class _Request(BaseModel):
 
 def _request(name: str, **fields: Any) -> Any:
     """Makes a model of fields: a type, or a type with a default."""
-    return create_model(
-        name, __base__=_Request, **{key: one if isinstance(one, tuple) else (one, ...) for key, one in fields.items()}
-    )
+    whole: dict[str, Any] = {key: one if isinstance(one, tuple) else (one, ...) for key, one in fields.items()}
+    return create_model(name, __base__=_Request, **whole)
 
 
 Id = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Metadata = dict[str, Any] | None
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -336,16 +334,16 @@ TextChunk = _request("TextChunk", tokens=list[int], type=(Literal["encoded_text"
 SamplingSettings = _request(
     "SamplingSettings",
     max_tokens=(Annotated[int, Field(ge=1)] | None, None),
-    seed=(Seed | None, None),
+    seed=(Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, None),
     stop=(str | list[str] | list[int] | None, None),
     temperature=(Annotated[float, Field(ge=0, le=100)], 1.0),
     top_k=(Annotated[int, Field(ge=-1)], -1),
     top_p=(Annotated[float, Field(gt=0, le=1)], 1.0),
 )
-Sample = _request(
-    "Sample",
+SampleRequest = _request(
+    "SampleRequest",
     num_samples=(Annotated[int, Field(ge=1, le=4096)], 1),
-    prompt=_request("Prompt", chunks=list[TextChunk]),
+    prompt=_request("Prompt", chunks=list[TextChunk]),  # type: ignore[valid-type]
     sampling_params=SamplingSettings,
     sampling_session_id=Id,
     seq_id=Seq,

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from grpo_megatron.service.losses import NEEDED
-from grpo_megatron.service.wire import CLASSES, FLOAT32, INT64, WireDatum
+from grpo_megatron.service.wire import FLOAT32, INT64, MESSAGE_CLASSES, WireDatum
 from tests.runs import SIZES, write_tokenizer
 from tests.tiny import make_model
 
@@ -62,7 +62,7 @@ def make_data(count: int, loss: str, seed: int = 0) -> list[WireDatum]:
 
 def pass_body(model_id: str, seq_id: int, data: list[WireDatum], loss: str, **settings: float) -> bytes:
     """A ForwardBackwardRequest, as the client writes it."""
-    message = CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=seq_id, loss_fn=loss)
+    message = MESSAGE_CLASSES["ForwardBackwardRequest"](model_id=model_id, seq_id=seq_id, loss_fn=loss)
     for name, value in settings.items():
         message.loss_fn_config_v2[name].number = value
     for datum in data:
@@ -126,7 +126,7 @@ class RawClient:
 def read(name: str, content: bytes) -> Any:
     """A protobuf answer; JSON is the answer to a failed request."""
     assert content[:1] != b"{", content
-    message = CLASSES[name]()
+    message = MESSAGE_CLASSES[name]()
     message.ParseFromString(content)
     return message
 

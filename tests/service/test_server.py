@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from megatron.core.parallel_state import destroy_model_parallel
 
-from grpo_megatron.service import serve
+from grpo_megatron.cli import serve_training as serve
 from grpo_megatron.service import server as server_module
 from grpo_megatron.service.slots import Slots
-from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body, read
+from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body
 from tests.service.test_work import build
 from tests.worlds import ranks
 
@@ -136,16 +136,12 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     flipped = [bytes(b ^ (rng.random() < 0.01) * rng.randrange(256) for b in good) for _ in range(40)]
     bodies = [*cut, *noise, *flipped]
     nan, vast = data[0].columns["logprobs"] * float("nan"), data[0].targets + 1000
-    for changed in (
-        {"columns": {**data[0].columns, "logprobs": nan}},
-        {"targets": vast},
-        {"tokens": -data[0].tokens - 1},
-    ):
-        bodies.append(pass_body(model, next(seqs), [replace(data[0], **changed)], "ppo"))
-    for loss in ("custom", "stable_reinforce", "gspo", "", "x" * 1000):
-        bodies.append(pass_body(model, next(seqs), data, loss))
-    for settings in ({"clip_low_threshold": float("inf")}, {"clip_low_threshold": 2.0}, {"beta": 1.0}):
-        bodies.append(pass_body(model, next(seqs), data, "ppo", **settings))
+    wrong_data = ({"columns": {**data[0].columns, "logprobs": nan}}, {"targets": vast}, {"tokens": -data[0].tokens - 1})
+    bodies += [pass_body(model, next(seqs), [replace(data[0], **wrong)], "ppo") for wrong in wrong_data]
+    losses = ("custom", "stable_reinforce", "gspo", "", "x" * 1000)
+    bodies += [pass_body(model, next(seqs), data, loss) for loss in losses]
+    wrong_settings = ({"clip_low_threshold": float("inf")}, {"clip_low_threshold": 2.0}, {"beta": 1.0})
+    bodies += [pass_body(model, next(seqs), data, "ppo", **settings) for settings in wrong_settings]
     bodies += [
         pass_body(model, next(seqs), [], "ppo"),
         pass_body(foreign, 1, data, "ppo"),
@@ -153,12 +149,13 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     ]
     bodies += [pass_body("../../etc", 1, data, "ppo"), pass_body(model, -5, data, "ppo"), b"\x0a" * 2_000_000]
     requests: list[tuple[str, Any]] = [("forward_backward", body) for body in bodies]
-    for wrong in (float("nan"), float("inf"), -1, "1", None, [], 1e300):
-        requests.append(
-            ("optim_step", {"adam_params": {**adam, "learning_rate": wrong}, "model_id": model, "seq_id": next(seqs)})
-        )
-    for wrong in ("../x", "", "a/b", ".", "x" * 1000, 5, "\0", "a\nb", "~root"):
-        requests.append(("save_weights", {**save, "path": wrong, "seq_id": next(seqs)}))
+    rates = (float("nan"), float("inf"), -1, "1", None, [], 1e300)
+    steps = [
+        {"adam_params": {**adam, "learning_rate": rate}, "model_id": model, "seq_id": next(seqs)} for rate in rates
+    ]
+    requests += [("optim_step", step) for step in steps]
+    names = ("../x", "", "a/b", ".", "x" * 1000, 5, "\0", "a\nb", "~root")
+    requests += [("save_weights", {**save, "path": name, "seq_id": next(seqs)}) for name in names]
     for wrong in (
         "tinker://x",
         f"tinker://{foreign}/sampler_weights/session-0000000004",
@@ -170,7 +167,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         requests.append(("load_weights", {**load, "model_id": model, "seq_id": next(seqs)}))
         create = {"session_id": enemy.session, "sampling_session_seq_id": 1, "model_path": wrong}
         requests.append(("create_sampling_session", create))
-    for name, body in (
+    requests += [
         ("asample", sample),
         ("retrieve_future", {"request_id": f"{foreign}:1"}),
         ("retrieve_future", {"request_id": f"{victim.session}:sample:0:0"}),
@@ -197,8 +194,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         *(("asample", {**sample, "sampling_params": {"temperature": t}}) for t in (-1, "1", float("nan"))),
         *(("asample", {**sample, "num_samples": n}) for n in (0, 10**9, -1)),
         *((path, noise[0]) for path in ("optim_step", "save_weights", "create_model", "asample", "retrieve_future")),
-    ):
-        requests.append((name, body))
+    ]
     rng.shuffle(requests)
     for path, body in requests:
         yield path, *enemy.ask(path, body)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from grpo_megatron.checks.validate import validate_service
 from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.cli.serve_training import service_defaults
 from grpo_megatron.service.losses import DEFAULTS, datum_loss
-from grpo_megatron.service.serve import service_defaults
 from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest
 from grpo_megatron.service.work import SampleJob, Work
 from tests.models.policies import named_gradients, whole
