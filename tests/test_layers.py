@@ -31,7 +31,7 @@ ROOMS = (  # a room imports only rooms that stand before it
     *("device", "parallel", "sync", "exact", "environments"),
     *("models", "rollout"),  # siblings
     *("report", "convert", "sampling", "planning", "checks", "training", "run", "trainer"),
-    *("trust", "evaluation", "migration", "starting", "cli", "__main__"),
+    *("service", "trust", "evaluation", "migration", "starting", "cli", "__main__"),
 )
 FORBIDDEN = {("rollout", "models")}  # arrows that the order alone would allow
 WITHOUT_TORCH = {
@@ -56,8 +56,9 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "huggingface_hub": ("evaluation.card", "storage.hub"),
     "datasets": ("storage.hub",),
     "tokenizers": ("data.", "starting."),
-    "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "convert."),
-    "pydantic_core": ("config",),
+    "pydantic": ("config", "cli.", "data.", "rollout.", "evaluation.", "convert.", "service.wire"),
+    "pydantic_core": ("config", "service.wire"),
+    "google": ("service.wire",),
     "jaxtyping": ("shapes",),
     "yaml": ("untrusted", "cli.plan", "training."),
     "jinja2": ("report.", "starting.", "data."),
@@ -68,8 +69,8 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {  # package -> beginnings of the name
     "tqdm": ("data.", "report.", "training.", "evaluation.", "convert."),
     "jsonschema": ("environments.",),
     "referencing": ("environments.",),
-    "uvicorn": ("environments.",),
-    "starlette": ("environments.",),
+    "uvicorn": ("environments.", "service.http"),
+    "starlette": ("environments.", "service."),
     "bm25s": ("environments.tools.",),
     "math_verify": ("rewards.math.", "evaluation."),
     "latex2sympy2_extended": ("rewards.math.",),

@@ -21,7 +21,7 @@ from grpo_megatron.checks.models import CRITIC, MAIN, OTHERS, ModelFolders
 from grpo_megatron.checks.reward_call import RewardTrial
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.passthrough import transformer_problems
-from grpo_megatron.config.problems import Problem, ProblemList, Problems
+from grpo_megatron.config.problems import Problem, ProblemList, Problems, keys_of
 from grpo_megatron.data.tokenizer import EndTokens, read_end_tokens
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import Architecture
@@ -375,6 +375,39 @@ def layout_problems(config: Config, world_size: int) -> list[Problem]:
         if check.name in OF_LAYOUT:
             validation.run(check)
     return validation.problems.problems
+
+
+FOR_STEPS = (  # checks of what a run with steps has, and a service has not
+    *("sources", "needed keys", "rewards", "rows", "epochs", "method", "schedule", "resume", "changed inputs"),
+    *("reward calls", "teachers' servers", "episode", "healing"),
+)
+
+
+def validate_service(config: Config, world_size: int) -> Checked:
+    """Validates for `serve-training`: all but the data, the rewards and the schedule. Raises ConfigError."""
+    validation = Validation(
+        config, world_size, RunStart(list(service_problems(config))), dry_run=False, elsewhere=False, rehearsed=True
+    )
+    for check in CHECKS:
+        if check.name not in FOR_STEPS:
+            validation.run(check)
+    return validation.checked()
+
+
+def service_problems(config: Config) -> Problems:
+    """Yields what a service cannot have: it trains a language model at temperature 1, in ranks that also sample."""
+    k, actor = keys_of(config), config.actor
+    if config.rollout.placement != "colocated":
+        yield f"{k.rollout.placement}: a service's ranks train and sample in turn; leave it out"
+    if config.rollout.temperature != 1:
+        yield f"{k.rollout.temperature}: each sampling request has its own, and losses are at 1; leave it out"
+    if actor.lora.dropout or actor.megatron.fp8.param_gather or actor.megatron.overlap_param_gather:
+        yield (
+            f"{k.actor.lora.dropout:key}, actor.megatron.fp8.param_gather and overlap_param_gather: models change places between"
+            " passes, bit for bit; leave them out"
+        )
+    if actor.moe.route_replay != "none":
+        yield f"{k.actor.moe.route_replay}: clients send no routes; leave it out"
 
 
 def check_alone(config: Config) -> Checked:

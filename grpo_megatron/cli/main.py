@@ -154,6 +154,12 @@ COMMANDS = {  # in the order of --help: as a user meets them
         "cli.main:TrainRewardOptions",
         "cli.run:train",
     ),
+    "serve-training": Command(
+        "serve training to clients of the public tinker package",
+        "cli.serve_training:ServeOptions",
+        "serve_training",
+        starts_ranks=True,
+    ),
     "watch": Command("a run in the terminal, from its files", "report.watch:WatchOptions", "watch"),
     "report": Command(
         "one page of a run, or of two beside each other, from their files", "report.watch:ReportOptions", "report"

@@ -4,8 +4,9 @@ Names follow verl where the meaning is the same (without its `actor_rollout_ref`
 sizes count prompts, and steps are training steps, unless the key's text says otherwise. `null` is YAML's None. Each
 section checks its own values here; checks that need two sections, the world size or a file are in `checks/`. Sections:
 model.py, actor.py (also ref, critic), data.py (also sft), algorithm.py, reward.py (also the reward models), teachers.py,
-rollout.py, trainer.py (also guards). section.py: their base. methods.py: named blocks of defaults. options.py: command lines.
-tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their keys.
+rollout.py, trainer.py (also guards), service.py. section.py: their base. methods.py: named blocks of defaults. options.py:
+command lines. tables.py: YAML files, also by name. passthrough.py: tables for other packages. problems.py: mistakes with their
+keys.
 """
 
 # ruff: noqa: F401 - the names of all sections are imported from here
@@ -51,6 +52,7 @@ from grpo_megatron.config.reward import (
 )
 from grpo_megatron.config.rollout import ENGINE_TEMPERATURES, MultiTurnConfig, PartialConfig, RolloutConfig, ValKwargs
 from grpo_megatron.config.section import Needs, Section
+from grpo_megatron.config.service import ServiceConfig
 from grpo_megatron.config.teachers import HAS_TEACHERS, DistillationConfig, TeacherConfig
 from grpo_megatron.config.trainer import Band, DeviceName, GuardsConfig, HealingConfig, TrainerConfig
 from grpo_megatron.untrusted import redacted
@@ -78,6 +80,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     guards: GuardsConfig = GuardsConfig()
     trainer: TrainerConfig = TrainerConfig()
+    service: ServiceConfig = ServiceConfig()
 
     @model_validator(mode="before")
     @classmethod

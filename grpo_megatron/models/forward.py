@@ -242,7 +242,7 @@ def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iter
             position_ids=positions,
             angles=angles,
             states=states,
-            targets=batch.tokens[row][prompt:],
+            targets=batch.tokens[row][prompt:] if batch.targets is None else batch.targets[row],
             routes=None if routes is None else _with_unknown(routes, len(tokens)),
             images=[(size + image.first, image) for image in images if not shared],
         )

@@ -223,11 +223,12 @@ class Policy(LanguageModel):
         return loss_inputs(batch, rows, logprobs, entropy, *teacher)
 
     @torch.no_grad()
-    def optim_step(self, allows: Callable[[float], bool] | None = None) -> float:
+    def optim_step(self, allows: Callable[[float], bool] | None = None, *, scheduled: bool = True) -> float:
         """Clip the gradient and make the optimizer step if `allows(norm)`; None: if it is finite on every rank.
 
-        A skipped step leaves weights, optimizer and schedule as they are. Returns the norm before clipping, or infinity
-        after a skipped step. Collective. Raises TooManySkippedSteps.
+        `scheduled`: at the schedule's learning rate; else at that of the optimizer's groups. A skipped step leaves weights,
+        optimizer and schedule as they are. Returns the norm before clipping, or infinity after a skipped step. Collective.
+        Raises TooManySkippedSteps.
         """
         with self.device.megatron(), order_free_norm() if self.is_exact else contextlib.nullcontext():
             self.optimizer.prepare_grads()
@@ -235,7 +236,8 @@ class Policy(LanguageModel):
             if self.on_gradients is not None:
                 self.on_gradients(norm, self._sums)
             if allows(norm) if allows is not None else all(self.mesh.all_gather(math.isfinite(norm))):
-                self.lr_scheduler.step(1)
+                if scheduled:
+                    self.lr_scheduler.step(1)
                 self.optimizer.step()
                 self.num_skipped_in_a_row = 0
                 return norm

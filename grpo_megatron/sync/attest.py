@@ -57,6 +57,10 @@ class Probe:
         self.dtype, self.tolerance = dtype, tolerance
         self._healthy: dict[str, deque[float]] = {}  # model -> means of its last healthy probes
 
+    def forget(self) -> None:
+        """Forget the healthy probes: the next model is not the last one, a step later."""
+        self._healthy.clear()
+
     def problem(self, model: str, difference: Tensor, *, is_attested: bool) -> str | None:
         """Says why the differences of the batch's log-probabilities are too large, if they are. Remembers a healthy probe."""
         mean, factor, origin = difference.abs().mean().item(), FACTOR_ATTESTED if is_attested else FACTOR, ""

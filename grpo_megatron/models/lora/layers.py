@@ -283,7 +283,7 @@ def attach(model: torch.nn.Module, arch: Architecture, config: LoraConfig, mesh:
         if name.endswith(LORA_A):
             _adapt(module, lora, row, rows[name.removesuffix(LORA_A) + LORA_B], arch, mesh, inner.config)
         factor = torch.nn.Parameter(weight.new_empty(row.local_shape(arch, mesh.tp)))
-        set_parameter(factor, _initial(row, config, arch, mesh))
+        set_parameter(factor, initial_factor(row, config, arch, mesh))
         if row.split_dim is not None:  # else the gradient norm would count the first rank's part only
             set_tensor_model_parallel_attributes(factor, True, row.split_dim, 1)
         elif config.mode == "split":
@@ -328,7 +328,7 @@ def _adapt(
     lora.modules[base.megatron] = module
 
 
-def _initial(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) -> Tensor:
+def initial_factor(row: Factor, config: LoraConfig, arch: Architecture, mesh: Mesh) -> Tensor:
     """Returns this rank's part of a new factor. Each factor is sampled in full, from its name: the same in every layout."""
     full: dict[str, Tensor] = {}
     for name, shape in zip(row.hf, row.hf_shapes(arch), strict=True):

@@ -1,0 +1,145 @@
+"""The command `serve-training CONFIG`: the ranks of a config, and on rank 0 the server. Each command runs on all ranks.
+
+Rank 0 takes the next command from the server, and broadcasts it. An error of a command that all ranks have alike is the answer
+to its requests; any other ends the ranks. A later start goes on from the folder (store.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.options import Argument, Options
+from grpo_megatron.imports import large_imports
+from grpo_megatron.processes.variables import set_determinism_variables
+
+TICK_S = 1.0  # seconds between two broadcasts without work
+
+
+class ServeOptions(Options):
+    """The options of `serve-training`."""
+
+    program = "serve-training"
+    description = "Serve a model's training to clients of the public `tinker` package (docs/service.md)."
+    config: Annotated[Path, Argument("YAML file with sections model, actor, rollout, service, ...", "CONFIG")]
+    overrides: Annotated[
+        tuple[str, ...], Argument("replace a value of the file; ~section.key takes one out", "section.key=value")
+    ] = ()
+
+    @functools.cached_property
+    def settings(self) -> Config:
+        """Reads the config. Raises ConfigError."""
+        return load_config(self.config, self.overrides, service_defaults)
+
+    @property
+    def device(self) -> str:
+        """Returns the device of the ranks."""
+        return self.settings.trainer.device
+
+
+def service_defaults(raw: dict[str, Any]) -> dict[str, Any]:
+    """Returns key -> value of what a config need not say: there is no run with steps, data and rewards."""
+    return {"trainer.n_gpus_per_node": 1, "trainer.val_before_train": False, "trainer.test_freq": -1}
+
+
+def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int] | None) -> int:
+    """Check the config; start the ranks, or serve as one of them. Returns the exit code. Raises ConfigError."""
+    config, is_rank = options.settings, "RANK" in os.environ
+    set_determinism_variables(config)
+    world_size = int(os.environ["WORLD_SIZE"]) if is_rank else config.trainer.nnodes * config.trainer.n_gpus_per_node
+    with large_imports():
+        from grpo_megatron.checks.validate import validate_service
+
+        checked = validate_service(config, world_size)
+    if not is_rank and world_size > 1:
+        if config.trainer.nnodes > 1:
+            raise ConfigError("trainer.nnodes: start the command on each node under torchrun (docs/service.md)")
+        assert start_ranks is not None
+        return start_ranks(world_size, config.trainer.device)
+    serve(checked)
+    return 0
+
+
+def serve(checked: Any) -> None:
+    """Serve as this rank, until a signal comes."""
+    from grpo_megatron.parallel.mesh import destroy_mesh
+    from grpo_megatron.service.work import Work
+    from grpo_megatron.training.output_folder import OutputFolder
+
+    config = checked.config
+    work = Work(config, checked)
+    with OutputFolder(config.trainer, work.mesh):
+        server = start_server(config, checked) if work.mesh.rank == 0 else None
+        run_commands(work, server)
+    work.close()
+    destroy_mesh()
+
+
+def start_server(config: Config, checked: Any) -> Any:
+    """Open the folder and listen. Returns the Server. Raises ConfigError."""
+    from grpo_megatron.service.http import HttpServer
+    from grpo_megatron.service.server import ServedModel, Server
+    from grpo_megatron.service.store import Store
+
+    path = config.model.path
+    served = ServedModel(
+        name=config.service.base_model or str(path),
+        tokenizer=config.service.base_model or str(config.model.tokenizer_path or path),
+        vocab_size=checked.arch.vocab_size,
+        max_tokens=config.data.max_prompt_length + config.data.max_response_length,
+        rank=config.actor.lora.rank,
+        seed=config.rollout.seed,
+    )
+    store = Store(config.trainer.output_dir / "service")
+    server = Server(config.service, store, served)
+    try:
+        http = HttpServer(server)
+    except OSError as error:
+        address = f"service.host={config.service.host}, service.port={config.service.port}"
+        raise ConfigError(f"{address}: {error.strerror}; set another port (0: any free one)") from error
+    store.write(store.folder / "url", http.url.encode() + b"\n")
+    http.start()
+    token = config.service.tokens or store.folder / "token"
+    print(f"serving {served.name} at {http.url}; TINKER_API_KEY is in {token}", flush=True)
+    return server
+
+
+def run_commands(work: Any, server: Any) -> None:
+    """Run the server's commands until SIGTERM or SIGINT. `server`: on rank 0. Raises what not all ranks have alike."""
+    from grpo_megatron.models.weights.stream import WeightsError
+    from grpo_megatron.parallel.mesh import LostRank, RankError
+    from grpo_megatron.service.wire import RequestError
+
+    asked: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        while True:
+            command = server.take(TICK_S) if server is not None else None
+            sent = command and (command.method, command.arguments, command.options)
+            sent, is_over = work.mesh.broadcast((sent, bool(asked)))
+            if is_over:
+                return
+            if sent is None:
+                continue
+            result, problem = None, None
+            method, arguments, options = sent
+            try:
+                result = getattr(work, method)(*arguments, **options)
+            except LostRank:
+                raise
+            except (RequestError, RankError, WeightsError) as error:
+                problem = error
+            if server is not None:
+                server.finish(command, result, problem)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,625 @@
+"""The server on rank 0: who may do what, in which order, and where the answers are. It computes nothing itself.
+
+A request becomes a Job whose id follows from the client's own numbers: sent again, after a lost connection or a restart, it finds
+the same job. A model's jobs run in the order of their numbers, different models' in the order of arrival, and all waiting
+samples of one set of weights together. `take` gives the ranks commands, `finish` takes results. One lock guards all of it.
+
+Every object has an owner, the digest of a key. For all other keys it does not exist: the answer is that to a wrong name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import hashlib
+import json
+import math
+import re
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from grpo_megatron.config import ServiceConfig
+from grpo_megatron.rollout.engine import stable_hash
+from grpo_megatron.service import wire
+from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject, Store
+from grpo_megatron.service.wire import RequestError, read_json_request
+from grpo_megatron.service.work import Sampled, SampleJob
+
+POLL_S = 30.0  # seconds that a client waits for an answer before it asks again
+MAX_AHEAD = 4096  # requests of one model that may arrive before one with a lower number
+MAX_KEPT_ANSWERS = 20_000  # answers in memory; those of training are on disk, too
+TOGETHER_S = 0.003  # a batch of samples begins when none has come for so long, or after twenty times as long
+SAVES = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+METHODS = {"weights": "save", "sampler_weights": "snapshot", "external_weights": "export"}  # of Work
+JSON = "application/json"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The base model, as clients see it. `rank`: the most that adapters may have; None: all weights are trained."""
+
+    name: str
+    tokenizer: str
+    vocab_size: int
+    max_tokens: int  # of prompt and response
+    rank: int | None
+    seed: int
+
+
+@dataclass
+class Session:
+    """A client. `seen`: seconds of the clock of its last sign of life."""
+
+    id: str
+    owner: str
+    seen: float
+    is_over: bool = False
+
+
+@dataclass
+class Model:
+    """A training run. `origin`: how it began. `next_seq`: the number of the request that is to be queued next."""
+
+    id: str
+    owner: str
+    session: str
+    origin: JsonObject
+    next_seq: int = 1
+    waiting: dict[int, Job] = field(default_factory=dict)
+    is_loaded: bool = False
+    is_failed: bool = False
+    steps: int = 0  # since the last snapshot
+    passes: int = 0  # with gradients, since the last step
+
+    @property
+    def lora(self) -> Any:
+        content = self.origin["lora"]
+        return None if content is None else wire.LoraRequest(**content)
+
+
+@dataclass
+class SamplingSession:
+    """A sampling session. `folder`: of its weights; None: the base's."""
+
+    id: str
+    owner: str
+    session: str
+    path: str | None
+    folder: Path | None
+
+
+@dataclass
+class Job:
+    """One request. `kind`: pass, step, load, a kind of checkpoint, sample, or refused, whose `request` is the error."""
+
+    id: str
+    owner: str
+    kind: str
+    request: Any
+    target: Any  # a Model or a SamplingSession
+    seq: int = 0
+    arrived: float = field(default_factory=time.monotonic)
+    answer: tuple[str, bytes] | None = None  # media type and content
+    is_again: bool = False  # its answer is on disk: it runs for the state that it makes
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True)
+class RankCommand:
+    """The next thing that all ranks run: a method of Work. `jobs`: those that it answers; `model`: the one that it changes."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    options: JsonObject = field(default_factory=dict)
+    jobs: tuple[Job, ...] = ()
+    model: Model | None = None
+
+
+class Server:
+    """The state of all clients. The main thread of rank 0 calls `take` and `finish`, the thread of HTTP all else."""
+
+    def __init__(self, config: ServiceConfig, store: Store, served: ServedModel) -> None:
+        """Read what an earlier server of the folder has left. Raises ConfigError."""
+        self.config, self.store, self.served = config, store, served
+        self.owners = {digest(token): digest(token)[:16] for token in store.tokens(config)}
+        self.lock = threading.RLock()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.sessions: dict[str, Session] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, SamplingSession] = {}
+        self.jobs: dict[str, Job] = {}  # in the order of arrival
+        self._ready: collections.deque[Job] = collections.deque()  # of models
+        self._commands: collections.deque[RankCommand] = collections.deque()  # before all jobs
+        self._samples: list[Job] = []
+        self._arrival = threading.Condition(self.lock)
+        self._recall()
+
+    def _recall(self) -> None:
+        for name, content in self.store.read_all("sessions"):
+            self.sessions[name] = Session(name, content["owner"], time.monotonic(), content["is_over"])
+        for name, content in self.store.read_all("models"):
+            model = self.models[name] = Model(name, content["owner"], content["session"], content["origin"])
+            model.next_seq, requests = self._after_snapshot(model)
+            while model.next_seq in requests:
+                model.next_seq += 1
+            if requests.keys() - self.store.answered(name) and not self.sessions[model.session].is_over:
+                self._restore(model)
+        for name, content in self.store.read_all("samplers"):
+            folder = None if content["folder"] is None else Path(content["folder"])
+            sampler = SamplingSession(name, content["owner"], content["session"], content["path"], folder)
+            self.samplers[name] = sampler
+            for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
+                with contextlib.suppress(RequestError):
+                    self._add_sample(sampler, seq, read_json_request(wire.SampleRequest, body))
+
+    def _after_snapshot(self, model: Model) -> tuple[int, dict[int, bytes]]:
+        """Returns the number of the first request after the last snapshot, and the requests from there on."""
+        snapshot = self.store.snapshot(model.id)
+        first = 1 + (snapshot[0] if snapshot else 0)
+        requests = self.store.requests(self.store.model(model.id) / "requests")
+        return first, {seq: body for seq, body in requests.items() if seq >= first}
+
+    def _restore(self, model: Model) -> None:
+        """Bring a model into memory: its last snapshot or its beginning, and then the requests since, again."""
+        if model.is_loaded:
+            return
+        num_loaded = sum(other.is_loaded for other in self.models.values())
+        if num_loaded >= self.config.max_models:
+            problem = (
+                f"{num_loaded} models are in memory (service.max_models); close a session, or wait until one is over"
+            )
+            raise RequestError(problem, 429)
+        model.is_loaded, model.steps, model.passes = True, 0, 0
+        snapshot, origin = self.store.snapshot(model.id), model.origin
+        source = snapshot[1] if snapshot else origin["source"] and Path(origin["source"])
+        if source:
+            options = {"optimizer": bool(snapshot or origin["optimizer"])}
+            self._commands.append(RankCommand("load", (model.id, source, model.lora), options, model=model))
+        else:
+            self._commands.append(RankCommand("create", (model.id, model.lora), model=model))
+        _, requests = self._after_snapshot(model)
+        answered = self.store.answered(model.id)
+        for seq, body in sorted(requests.items()):
+            job = self._read_job(model, seq, body)
+            job.is_again = seq in answered
+            if not job.is_again:
+                self.jobs[job.id] = job
+            if seq < model.next_seq:
+                self._ready.append(job)
+            else:
+                model.waiting[seq] = job
+
+    # -- commands for the ranks --------------------------------------------------------------------------------------
+
+    def take(self, timeout_s: float) -> RankCommand | None:
+        """Returns the next command; None after `timeout_s` without one."""
+        end = time.monotonic() + timeout_s
+        with self._arrival:
+            while True:
+                self._end_sessions()
+                if (command := self._next()) is not None or time.monotonic() >= end:
+                    return command
+                self._arrival.wait(TOGETHER_S if self._samples else timeout_s)
+
+    def _next(self) -> RankCommand | None:
+        if self._commands:
+            return self._commands.popleft()
+        now, samples = time.monotonic(), self._samples
+        are_together = samples and max(now - samples[-1].arrived, (now - samples[0].arrived) / 20) >= TOGETHER_S
+        while self._ready and not (are_together and samples[0].arrived < self._ready[0].arrived):
+            if (command := self._command(self._ready.popleft())) is not None:
+                return command
+        if not are_together:
+            return None
+        folder = samples[0].target.folder
+        jobs = tuple(job for job in samples if job.target.folder == folder)
+        self._samples = [job for job in samples if job.target.folder != folder]
+        return RankCommand("sample", (folder, [job.request for job in jobs]), jobs=jobs)
+
+    def _command(self, job: Job) -> RankCommand | None:
+        """Returns the command of a model's job; None: nothing is to run."""
+        model, request = job.target, job.request
+        try:
+            if job.kind == "refused" or model.is_failed:
+                lost = f"{model.id} could not be brought into memory; load a checkpoint into a new model"
+                raise RequestError(request if job.kind == "refused" else lost)
+            if job.kind == "pass":
+                model.passes += not request.forward_only
+                return (
+                    None
+                    if job.is_again and request.forward_only
+                    else RankCommand("run_pass", (request,), {}, (job,), model)
+                )
+            if job.kind == "step":
+                return RankCommand("step", (model.id, request.adam_params), {}, (job,), model)
+            if job.kind == "load":
+                arguments = model.id, self.checkpoint(request.path, job.owner), model.lora
+                return RankCommand("load", arguments, {"optimizer": request.optimizer}, (job,), model)
+            if job.is_again:
+                return None
+            name = f"{job.kind}/{request.path or f'session-{job.seq:010d}'}"
+            if name in self.store.checkpoints(model.id):
+                if not request.overwrite:
+                    raise RequestError(f"{name} is there already; choose another name, or set overwrite")
+                self.store.remove_checkpoint(model.id, name)
+            return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
+        except RequestError as error:
+            self._answer(job, error=str(error))
+            return None
+
+    def finish(self, command: RankCommand, result: Any, error: Exception | None) -> None:
+        """Answer the jobs of a command."""
+        model = command.model
+        with self.lock:
+            if error is not None:
+                for job in command.jobs:
+                    self._answer(
+                        job, error=str(error), category="user" if isinstance(error, RequestError) else "server"
+                    )
+                if model is not None and not command.jobs and command.method in ("load", "create"):
+                    model.is_failed = True
+                return
+            for number, job in enumerate(command.jobs):
+                if job.kind == "sample":
+                    self._answer(job, wire.PROTOBUF, _sample_bytes(result[number]))
+                elif job.kind == "pass":
+                    metrics = {"loss:sum": result[1], "num_tokens:sum": float(sum(map(len, result[0])))}
+                    self._answer(job, wire.PROTOBUF, wire.pass_response(result[0], metrics))
+                elif job.kind == "step" and not math.isfinite(result):
+                    self._answer(
+                        job, error="the gradient is not finite: no step was made, and the gradients are dropped"
+                    )
+                else:
+                    self._answer(job, JSON, json.dumps(self._done(job, command, result)).encode())
+            if model is None:
+                return
+            if command.method == "step":
+                model.steps, model.passes = model.steps + 1, 0
+                if model.steps >= self.config.snapshot_steps:
+                    self._take_snapshot(model, command.jobs[0].seq)
+            elif command.method == "save" and not command.jobs:
+                self.store.has_snapshot(model.id, int(command.arguments[1].name.removeprefix("state_")))
+
+    def _take_snapshot(self, model: Model, seq: int) -> None:
+        model.steps = 0
+        self._commands.append(
+            RankCommand("save", (model.id, self.store.model(model.id) / f"state_{seq:010d}"), model=model)
+        )
+
+    def _done(self, job: Job, command: RankCommand, result: Any) -> JsonObject:
+        """Returns the answer to a step, a load or a checkpoint, which is noted as complete."""
+        model, request = job.target, job.request
+        if job.kind == "step":
+            return {"metrics": {"grad_norm": result, "lr": request.adam_params.learning_rate}}
+        if job.kind == "load":
+            return {"path": request.path, "model_id": model.id, "type": "load_weights"}
+        folder = command.arguments[1]
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
+        about = {"time": time.time(), "size": size, "expires": expires, "user_metadata": request.user_metadata}
+        self.store.write(folder.with_name(f"{folder.name}.json"), about)
+        path = f"tinker://{model.id}/{job.kind}/{folder.name}"
+        if job.kind == "sampler_weights" and request.path is None:
+            number = request.sampling_session_seq_id or 0
+            return {"sampling_session_id": self._add_sampler(model.session, job.owner, number, path, folder).id}
+        return {"path": path, **({"size_bytes": size} if job.kind == "external_weights" else {})}
+
+    def _answer(
+        self, job: Job, media: str = JSON, content: bytes = b"", *, error: str = "", category: str = "user"
+    ) -> None:
+        if error:
+            content = json.dumps({"error": error, "category": category}).encode()
+        job.answer, job.request = (media, content), None
+        if isinstance(job.target, Model) and job.seq:
+            place = self.store.model(job.target.id) / "results" / f"{job.seq:010d}"
+            self.store.write(place, (b"P" if media == wire.PROTOBUF else b"J") + content)
+        if len(self.jobs) > MAX_KEPT_ANSWERS:
+            for old in [one.id for one in self.jobs.values() if one.answer is not None][: MAX_KEPT_ANSWERS // 10]:
+                del self.jobs[old]
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(job.done.set)
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def create_session(self, request: Any, owner: str) -> JsonObject:
+        """Begin a session."""
+        session = Session(uuid.uuid4().hex, owner, time.monotonic())
+        self.sessions[session.id] = session
+        self._write_session(session)
+        return {"type": "create_session", "session_id": session.id}
+
+    def _write_session(self, session: Session) -> None:
+        content = {"owner": session.owner, "is_over": session.is_over}
+        self.store.write(self.store.folder / "sessions" / f"{session.id}.json", content)
+
+    def session(self, session_id: str, owner: str) -> Session:
+        """Returns a session of this owner that is not over; this is a sign of life. Raises RequestError."""
+        session = self.sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise RequestError(f"there is no session {session_id[:200]!r}", 404)
+        if session.is_over:
+            raise RequestError(f"session {session_id} is over: it was closed, or gave no sign of life", 410)
+        session.seen = time.monotonic()
+        return session
+
+    def _end_sessions(self) -> None:
+        """Free what the clients hold that have gone. Their models stay on disk."""
+        limit = time.monotonic() - self.config.session_timeout_s
+        for session in self.sessions.values():
+            if not session.is_over and session.seen < limit:
+                self.end(session)
+        busy = {id(job.target) for job in self._ready} | {id(command.model) for command in self._commands}
+        for model in self.models.values():
+            if model.is_loaded and self.sessions[model.session].is_over and id(model) not in busy:
+                if model.steps and not model.passes:
+                    self._take_snapshot(model, model.next_seq - 1)
+                model.is_loaded = False
+                self._commands.append(RankCommand("drop", (model.id,)))
+
+    def end(self, session: Session) -> None:
+        """End a session. Its requests that wait for an earlier one are dropped."""
+        session.is_over = True
+        self._write_session(session)
+        for model in self.models.values():
+            for seq in [*model.waiting] if model.session == session.id else ():
+                self.jobs.pop(model.waiting.pop(seq).id, None)
+                self.store.remove_request(model.id, seq)
+
+    # -- models ------------------------------------------------------------------------------------------------------
+
+    def model(self, model_id: str, owner: str) -> Model:
+        """Returns a model of this owner. Raises RequestError."""
+        model = self.models.get(model_id)
+        if model is None or model.owner != owner:
+            raise RequestError(f"there is no model {model_id[:200]!r}", 404)
+        return model
+
+    def checkpoint(self, path: str, owner: str, kinds: Sequence[str] = ("weights",)) -> Path:
+        """Returns the folder of a checkpoint by its tinker:// path. Raises RequestError."""
+        match = re.fullmatch(r"tinker://([^/]+)/([a-z_]+)/([^/]+)", path)
+        model = self.models.get(match[1]) if match and match[2] in kinds else None
+        name = f"{match[2]}/{match[3]}" if match else ""
+        if model is None or model.owner != owner or name not in self.store.checkpoints(model.id):
+            raise RequestError(f"there is no checkpoint {path[:200]!r} of {' or '.join(kinds)}", 404)
+        return self.store.model(model.id) / name
+
+    def _check_base(self, name: str | None) -> None:
+        if name is not None and name.partition(":")[0] != self.served.name:
+            raise RequestError(f"base_model {name!r} is not served; this server has {self.served.name!r}", 404)
+
+    def create_model(self, request: Any, owner: str) -> JsonObject:
+        """Begin a training run of the base model."""
+        self._check_base(request.base_model)
+        rank, most = request.lora_config.rank if request.lora_config else 0, self.served.rank
+        if most is None and rank:
+            problem = "this server trains all weights, which rank=0 asks for (actor.lora.rank is null)"
+            raise RequestError(f"lora_config.rank={rank}: {problem}")
+        if most is not None and not 1 <= rank <= most:
+            raise RequestError(
+                f"lora_config.rank={rank}: this server has adapters of rank 1 to {most} (actor.lora.rank)"
+            )
+        origin = {"lora": request.lora_config.model_dump() if rank else None, "source": None, "optimizer": False}
+        return self._new_model(request, owner, origin)
+
+    def load_new(self, request: Any, owner: str) -> JsonObject:
+        """Begin a training run with a checkpoint."""
+        self._check_base(request.base_model)
+        folder = self.checkpoint(request.path, owner)
+        lora = self.model(folder.parents[1].name, owner).origin["lora"]
+        origin = {"lora": lora, "source": str(folder), "optimizer": request.optimizer}
+        return self._new_model(request, owner, origin)
+
+    def _new_model(self, request: Any, owner: str, origin: JsonObject) -> JsonObject:
+        """Returns a future that is complete: what the client asks of the model later runs after the command that makes it."""
+        session = self.session(request.session_id or "", owner)
+        model_id = f"{session.id}:train:{request.model_seq_id or 0}"
+        origin["user_metadata"] = request.user_metadata
+        model = self.models.get(model_id) or Model(model_id, owner, session.id, origin)
+        if model.origin != origin:
+            raise RequestError(f"{model_id} exists, and began otherwise; use a new model_seq_id")
+        if model_id not in self.models:
+            self._restore(model)  # raises before the model is known
+            self.models[model_id] = model
+            self.store.create_model(model_id, {"owner": owner, "session": session.id, "origin": origin})
+            if origin["source"] is not None:
+                self._take_snapshot(model, 0)  # the checkpoint may be removed
+            self._arrival.notify()
+        job = self.jobs[f"{model_id}:new"] = Job(f"{model_id}:new", owner, "new", None, model)
+        self._answer(job, JSON, json.dumps({"model_id": model_id}).encode())
+        return {"request_id": job.id, "model_id": model_id}
+
+    def add_request(self, path: str, content: bytes, owner: str) -> JsonObject:
+        """Queue a request of a model, which was sent to `path`. The same one again has the same future.
+
+        One that is wrong keeps its place in the order: its answer is the error. Raises RequestError where no model expects it.
+        """
+        body = path.encode() + b"\n" + content
+        place = wire.place_of(path, content)
+        if place is None:
+            kind, request = self._read_body(body)  # raises, or is the first request of a new model
+            if kind != "load":
+                raise RequestError(f"{path} needs model_id and seq_id")
+            with self.lock:
+                return self.load_new(request, owner)
+        with self.lock:
+            model, seq = self.model(place[0], owner), place[1]
+            self.session(model.session, owner)
+        job = self._read_job(model, seq, body)  # without the lock: a body may be large
+        with self.lock:
+            if not 1 <= seq <= model.next_seq + MAX_AHEAD:
+                raise RequestError(f"seq_id {seq} is out of order: {model.id} expects {model.next_seq}")
+            if seq >= model.next_seq and seq not in model.waiting:
+                self._check_room()
+                self._restore(model)
+                self.store.write(self.store.model(model.id) / "requests" / f"{seq:010d}", body)
+                self.jobs[job.id] = model.waiting[seq] = job
+                while model.next_seq in model.waiting:
+                    self._ready.append(model.waiting.pop(model.next_seq))
+                    model.next_seq += 1
+                self._arrival.notify()
+        return {"request_id": job.id, "model_id": model.id}
+
+    def _check_room(self) -> None:
+        waiting = len(self._ready) + len(self._samples) + sum(len(model.waiting) for model in self.models.values())
+        if waiting >= self.config.max_queued:
+            raise RequestError(f"{waiting} requests are waiting (service.max_queued); come again later", 429)
+
+    def _read_job(self, model: Model, seq: int, body: bytes) -> Job:
+        try:
+            kind, request = self._read_body(body)
+        except RequestError as error:
+            kind, request = "refused", str(error)
+        return Job(f"{model.id}:{seq}", model.owner, kind, request, model, seq)
+
+    def _read_body(self, body: bytes) -> tuple[str, Any]:
+        """Returns kind and content of a model's request, whose first line is its path. Raises RequestError."""
+        line, _, content = body.partition(b"\n")
+        path = line.decode()
+        if path == "forward_backward":
+            return "pass", wire.read_pass(content, self.served.vocab_size, self.served.max_tokens)
+        if path in SAVES:
+            request = read_json_request(wire.SaveWeights, content)
+            if request.path is None and path != "save_weights_for_sampler":
+                raise RequestError("path: a checkpoint needs a name")
+            return SAVES[path], request
+        is_step = path == "optim_step"
+        return ("step" if is_step else "load"), read_json_request(
+            wire.OptimStep if is_step else wire.LoadWeights, content
+        )
+
+    def list_checkpoints(self, model: Model) -> JsonObject:
+        """Returns a model's checkpoints, the oldest first; removes those that have expired."""
+        found = []
+        for name, about in self.store.checkpoints(model.id).items():
+            if about["expires"] is not None and about["expires"] < time.time():
+                self.store.remove_checkpoint(model.id, name)
+                continue
+            one = {
+                "checkpoint_id": name,
+                "checkpoint_type": CHECKPOINT_KINDS[name.partition("/")[0]],
+                "size_bytes": about["size"],
+            }
+            one |= {"tinker_path": f"tinker://{model.id}/{name}", "user_metadata": about["user_metadata"]}
+            one["expires_at"] = about["expires"] and datetime.fromtimestamp(about["expires"], UTC).isoformat()
+            found.append({**one, "time": datetime.fromtimestamp(about["time"], UTC).isoformat()})
+        return {"checkpoints": sorted(found, key=lambda one: one["time"])}
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+
+    def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
+        """Returns a sampling session of this owner. Raises RequestError."""
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise RequestError(f"there is no sampling session {sampler_id[:200]!r}", 404)
+        return sampler
+
+    def _add_sampler(
+        self, session: str, owner: str, number: int, path: str | None, folder: Path | None
+    ) -> SamplingSession:
+        name = f"{session}:sample:{number}"
+        sampler = self.samplers.setdefault(name, SamplingSession(name, owner, session, path, folder))
+        if sampler.folder != folder:
+            raise RequestError(f"{name} exists with other weights; use a new sampling_session_seq_id")
+        content = {"owner": owner, "session": session, "path": path, "folder": folder and str(folder)}
+        self.store.create_sampler(name, content)
+        return sampler
+
+    def create_sampler(self, request: Any, owner: str) -> JsonObject:
+        """Begin a sampling session of the base model, or of a checkpoint for samplers."""
+        session, path = self.session(request.session_id, owner), request.model_path
+        self._check_base(request.base_model)
+        folder = None if path is None else self.checkpoint(path, owner, ("sampler_weights",))
+        sampler = self._add_sampler(session.id, owner, request.sampling_session_seq_id, path, folder)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def sample(self, request: Any, owner: str, body: bytes) -> JsonObject:
+        """Queue a sampling request."""
+        sampler = self.sampler(request.sampling_session_id, owner)
+        self.session(sampler.session, owner)
+        request_id = f"{sampler.id}:{request.seq_id}"
+        if request_id not in self.jobs:
+            self._check_room()
+            self._add_sample(sampler, request.seq_id, request)
+            self.store.write(self.store.folder / "samplers" / sampler.id / f"{request.seq_id:010d}", body)
+            self._arrival.notify()
+        return {
+            "request_id": request_id,
+            "sample_sequence_ids": [f"{request_id}:{index}" for index in range(request.num_samples)],
+        }
+
+    def _add_sample(self, sampler: SamplingSession, seq: int, request: Any) -> None:
+        prompt = np.asarray([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int64)
+        most, settings, last = self.served.max_tokens, request.sampling_params, request.prompt_logprobs_last_n
+        wire.check_tokens("prompt", prompt, self.served.vocab_size, most - 1)
+        if last is not None and last >= len(prompt):
+            raise RequestError(f"prompt_logprobs_last_n={last} of a prompt of {len(prompt)} tokens")
+        stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
+        if stop == [] or "" in (stop or ()) or len(stop or ()) > 64:
+            raise RequestError("stop: 1 to 64 texts or ids; the model's end tokens always end a response here")
+        # From the client's own numbers, so that the same client draws the same samples, whatever else is served.
+        base = [self.served.seed, sampler.id.partition(":")[2], seq, settings.seed, prompt.tolist()]
+        job = SampleJob(
+            prompt=tuple(prompt.tolist()),
+            seeds=tuple(stable_hash(json.dumps([*base, index])) for index in range(request.num_samples)),
+            max_tokens=min(settings.max_tokens or most, most - len(prompt)),
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            top_k=settings.top_k or -1,
+            stop_token_ids=tuple(one for one in stop or () if isinstance(one, int)),
+            stop=tuple(one for one in stop or () if isinstance(one, str)),
+            num_scored=(last or len(prompt) - 1) if request.prompt_logprobs else None,
+        )
+        made = Job(f"{sampler.id}:{seq}", sampler.owner, "sample", job, sampler, seq)
+        self.jobs[made.id] = made
+        self._samples.append(made)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, request_id: str, owner: str) -> Response:
+        """Wait for an answer, for a while. Raises RequestError."""
+        with self.lock:
+            job = self.jobs.get(request_id)
+            if job is None or job.owner != owner:
+                return self._stored_answer(request_id, owner)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(job.done.wait(), POLL_S)
+        if job.answer is None:
+            return JSONResponse({"type": "try_again", "request_id": job.id, "queue_state": "active"}, 408)
+        if job.kind == "sample":
+            (self.store.folder / "samplers" / job.target.id / f"{job.seq:010d}").unlink(missing_ok=True)
+        return Response(job.answer[1], media_type=job.answer[0])
+
+    def _stored_answer(self, request_id: str, owner: str) -> Response:
+        name, _, number = request_id.rpartition(":")
+        target = self.models.get(name) or self.samplers.get(name)
+        if target is None or target.owner != owner or not number.isdigit():
+            raise RequestError(f"there is no request {request_id[:200]!r}", 404)
+        path = self.store.model(name) / "results" / f"{int(number):010d}"
+        if not path.exists():
+            raise RequestError(f"the answer to {request_id[:200]} is no longer kept; send the request again", 410)
+        content = path.read_bytes()
+        return Response(content[1:], media_type=wire.PROTOBUF if content[:1] == b"P" else JSON)
+
+
+def digest(token: str) -> str:
+    """Returns what is kept of a key."""
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _sample_bytes(sampled: Sampled) -> bytes:
+    sequences = [(one.response_ids, one.logprobs, one.finish_reason) for one in sampled.completions]
+    return wire.sample_response(sequences, sampled.prompt_logprobs)

@@ -1,0 +1,143 @@
+"""The service's files, output_dir/service. Rank 0 alone writes them, but for the weights. A restart reads all but results.
+
+token, url                    the key of a server without service.tokens; where it listens
+sessions/ID.json              owner and the client's own description
+models/ID/model.json          how the model began: rank and seed, or a checkpoint
+models/ID/state_0000000012/     a snapshot of weights and optimizer after request 12
+models/ID/requests/0000000013    requests after the snapshot, as they came: to be computed again
+models/ID/results/0000000013     answers, until many later ones are there
+models/ID/weights/NAME        a client's checkpoints with their optimizer; sampler_weights, external_weights: Hugging Face's
+                              or PEFT's form. NAME.json beside it is written when the folder is complete
+samplers/ID.json              a sampling session: the weights that it reads
+samplers/ID/0000000003          its requests that have no retrieved answer
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from grpo_megatron.config import ConfigError, ServiceConfig
+from grpo_megatron.storage.files import clear_leftovers, remove_folder, write_file
+
+CHECKPOINT_KINDS = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}  # in tinker:// -> of the client
+KEPT_RESULTS = 256  # of one model, before its last snapshot
+JsonObject = dict[str, Any]
+
+
+class Store:
+    """The folder. Names of files are ids that the server has made, and names that it has checked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("sessions", "models", "samplers"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        os.chmod(folder, 0o700)
+
+    def write(self, path: Path, content: JsonObject | bytes) -> None:
+        """Write a file: complete or not at all."""
+        if isinstance(content, dict):
+            write_file(path, json.dumps(content))
+            return
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(content)
+        partial.rename(path)
+
+    def read_all(self, kind: str) -> Iterator[tuple[str, JsonObject]]:
+        """Yields id and content of every session, model or sampler."""
+        pattern = "*/model.json" if kind == "models" else "*.json"
+        for path in sorted((self.folder / kind).glob(pattern)):
+            name = path.parent.name if kind == "models" else path.stem
+            yield name, json.loads(path.read_text())
+
+    def model(self, model_id: str) -> Path:
+        """Returns the folder of a model."""
+        return self.folder / "models" / model_id
+
+    def create_model(self, model_id: str, content: JsonObject) -> None:
+        """Write a model's beginning."""
+        folder = self.model(model_id)
+        for name in ("requests", "results", *CHECKPOINT_KINDS):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        self.write(folder / "model.json", content)
+
+    def snapshot(self, model_id: str) -> tuple[int, Path] | None:
+        """Returns the last request of the newest snapshot, and its folder; None: there is none."""
+        clear_leftovers(self.model(model_id))
+        found = sorted(self.model(model_id).glob("state_*"))
+        return (int(found[-1].name.removeprefix("state_")), found[-1]) if found else None
+
+    def has_snapshot(self, model_id: str, seq: int) -> None:
+        """Remove what the snapshot after request `seq` replaces: older ones, its requests, old results."""
+        folder = self.model(model_id)
+        for path in folder.glob("state_*"):
+            if path.name < f"state_{seq:010d}":
+                remove_folder(path)
+        for path in (folder / "requests").iterdir():
+            if path.name <= f"{seq:010d}":
+                path.unlink()
+        old = sorted(path for path in (folder / "results").iterdir() if path.name <= f"{seq:010d}")
+        for path in old[:-KEPT_RESULTS]:
+            path.unlink()
+
+    def requests(self, folder: Path) -> dict[int, bytes]:
+        """Reads the requests of a folder, by number."""
+        if not folder.is_dir():
+            return {}
+        return {int(path.name): path.read_bytes() for path in sorted(folder.iterdir()) if path.name.isdigit()}
+
+    def answered(self, model_id: str) -> set[int]:
+        """Returns the numbers of a model's requests whose answers are there."""
+        return {int(path.name) for path in (self.model(model_id) / "results").glob("*") if path.name.isdigit()}
+
+    def remove_request(self, model_id: str, seq: int) -> None:
+        """Remove a request that will not run."""
+        (self.model(model_id) / "requests" / f"{seq:010d}").unlink(missing_ok=True)
+
+    def create_sampler(self, name: str, content: JsonObject) -> None:
+        """Write a sampling session."""
+        (self.folder / "samplers" / name).mkdir(exist_ok=True)
+        self.write(self.folder / "samplers" / f"{name}.json", content)
+
+    def checkpoints(self, model_id: str) -> dict[str, JsonObject]:
+        """Returns the complete checkpoints of a model, by KIND/NAME."""
+        found = {}
+        for kind in CHECKPOINT_KINDS:
+            for path in sorted((self.model(model_id) / kind).glob("*.json")):
+                with contextlib.suppress(OSError):
+                    found[f"{kind}/{path.stem}"] = json.loads(path.read_text())
+        return found
+
+    def remove_checkpoint(self, model_id: str, name: str) -> None:
+        """Remove a checkpoint KIND/NAME."""
+        path = self.model(model_id) / name
+        path.with_name(f"{path.name}.json").unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def tokens(self, config: ServiceConfig) -> list[str]:
+        """Reads the clients' keys, or makes one. Raises ConfigError."""
+        path = config.tokens or self.folder / "token"
+        if config.tokens is None and not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"tml-{secrets.token_urlsafe(32)}\n")
+        try:
+            tokens = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise ConfigError(f"service.tokens={str(path)!r}: {error.strerror}; write one key on a line") from error
+        wrong = [i for i, token in enumerate(tokens, 1) if not token.startswith("tml-") or len(token) < 20]
+        if wrong or not tokens or len(set(tokens)) < len(tokens):
+            what = f"line {wrong[0]} is no key" if wrong else "a key is there twice" if tokens else "it has no key"
+            raise ConfigError(
+                f"service.tokens={str(path)!r}: {what}; a key is tml- and at least 16 characters, its own line"
+            )
+        return tokens

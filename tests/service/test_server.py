@@ -1,0 +1,252 @@
+"""The server in front of one rank: a kill at any command, order, repeated and foreign requests, and 200 hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.parallel_state import destroy_model_parallel
+
+from grpo_megatron.cli import serve_training as serve
+from grpo_megatron.service import server as server_module
+from grpo_megatron.service.slots import Slots
+from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body
+from tests.service.test_work import build
+from tests.worlds import ranks
+
+
+class Killed(Exception):
+    """The server is gone between a command and its answer."""
+
+
+def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: list[int], *overrides: str) -> Any:
+    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again."""
+    work = build(config, out, [*LORA, "service.snapshot_steps=2", *overrides])
+    server_module.POLL_S = 0.3  # an answer of a killed server, whose connection stays open here, is not waited for
+    found: dict[str, Any] = {}
+    client = RawClient("http://127.0.0.1:1", "")
+
+    def run() -> None:
+        try:
+            found["result"] = play(client)
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
+            found["error"] = error
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=run, daemon=True)
+    for kill in [*kills, None]:
+        server = serve.start_server(work.config, _Checked())
+        client.token = (work.config.service.tokens or out / "service" / "token").read_text().split()[0]
+        client.url = (out / "service" / "url").read_text().strip()
+        if not thread.ident:
+            thread.start()
+        finish, count = server.finish, iter(range(1_000_000))
+
+        def counted(*arguments: Any, kill: int | None = kill, count: Any = count, finish: Any = finish) -> None:
+            if next(count) == kill:
+                raise Killed
+            finish(*arguments)
+
+        server.finish = counted
+        try:
+            serve.run_commands(work, server)
+            break
+        except Killed:
+            client.url = "http://127.0.0.1:1"
+            work._sleep()
+            work._saved.clear()
+            first, work.slots = work.slots.first, Slots(work.policy)
+            work.slots.first = first
+            server.loop.call_soon_threadsafe(server.loop.stop)
+    thread.join()
+    work.close()
+    destroy_model_parallel()
+    if "error" in found:
+        raise found["error"]
+    return found["result"]
+
+
+class _Checked:
+    class arch:
+        vocab_size = 101
+
+
+@ranks()
+def killed(config: Path) -> list[Any]:
+    """A loop without a kill; and with kills."""
+    alone = served(config, config.parent / "alone", lambda client: loop(client, 5), [])
+    return [alone, served(config, config.parent / "killed", lambda client: loop(client, 5), [3, 9, 4])]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_service(tmp_path_factory.mktemp("service"))
+
+
+@ranks()
+def attacked(config: Path, seed: int) -> list[Any]:
+    """The loop alone; the loop beside the hostile requests, and what they were answered."""
+    alone = served(config, config.parent / f"alone-{seed}", lambda client: loop(client, 3), [])
+    other = "tml-another-client-of-this-server"
+    out = config.parent / f"attacked-{seed}"
+    (config.parent / "tokens").write_text(f"tml-0123456789abcdefghij\n{other}\n")
+
+    def play(client: RawClient) -> Any:
+        answers = list[Any]()
+        enemy = threading.Thread(target=lambda: answers.extend(attack(RawClient(client.url, other), client, seed)))
+        enemy.start()
+        found = [loop(client, 3), loop(client, 3)]
+        enemy.join()
+        return found, answers, loop(client, 3)
+
+    overrides = [f"service.tokens={config.parent / 'tokens'}", "service.max_body_megabytes=1"]
+    return [alone, served(config, out, play, [], *overrides)]
+
+
+def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str, int, bytes]]:
+    """200 requests, each with a name, and the status and content of its answer."""
+    rng = random.Random(seed)
+    enemy.open()
+    model, seqs = enemy.create(0), iter(range(1, 1000))
+    data = make_data(2, "ppo")
+    good = pass_body(model, 0, data, "ppo")
+    adam: Any = {"learning_rate": 0.1}
+    while not victim.session:
+        time.sleep(0.01)
+    foreign = f"{victim.session}:train:0"
+    save: Any = {"model_id": model, "path": "x"}
+    sample: Any = {
+        "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
+        "sampling_params": {"max_tokens": 2},
+    }
+    sample |= {"sampling_session_id": f"{victim.session}:sample:0", "seq_id": 0}
+    cut = [good[: rng.randrange(len(good))] for _ in range(40)]
+    noise = [bytes(rng.randrange(256) for _ in range(rng.randrange(300))) for _ in range(35)]
+    flipped = [bytes(b ^ (rng.random() < 0.01) * rng.randrange(256) for b in good) for _ in range(40)]
+    bodies = [*cut, *noise, *flipped]
+    nan, vast = data[0].columns["logprobs"] * float("nan"), data[0].targets + 1000
+    wrong_data = ({"columns": {**data[0].columns, "logprobs": nan}}, {"targets": vast}, {"tokens": -data[0].tokens - 1})
+    bodies += [pass_body(model, next(seqs), [replace(data[0], **wrong)], "ppo") for wrong in wrong_data]
+    losses = ("custom", "stable_reinforce", "gspo", "", "x" * 1000)
+    bodies += [pass_body(model, next(seqs), data, loss) for loss in losses]
+    wrong_settings = ({"clip_low_threshold": float("inf")}, {"clip_low_threshold": 2.0}, {"beta": 1.0})
+    bodies += [pass_body(model, next(seqs), data, "ppo", **settings) for settings in wrong_settings]
+    bodies += [
+        pass_body(model, next(seqs), [], "ppo"),
+        pass_body(foreign, 1, data, "ppo"),
+        pass_body(model, 10**9, data, "ppo"),
+    ]
+    bodies += [pass_body("../../etc", 1, data, "ppo"), pass_body(model, -5, data, "ppo"), b"\x0a" * 2_000_000]
+    requests: list[tuple[str, Any]] = [("forward_backward", body) for body in bodies]
+    rates = (float("nan"), float("inf"), -1, "1", None, [], 1e300)
+    steps = [
+        {"adam_params": {**adam, "learning_rate": rate}, "model_id": model, "seq_id": next(seqs)} for rate in rates
+    ]
+    requests += [("optim_step", step) for step in steps]
+    names = ("../x", "", "a/b", ".", "x" * 1000, 5, "\0", "a\nb", "~root")
+    requests += [("save_weights", {**save, "path": name, "seq_id": next(seqs)}) for name in names]
+    for wrong in (
+        "tinker://x",
+        f"tinker://{foreign}/sampler_weights/session-0000000004",
+        "/etc/passwd",
+        "tinker://../../x/weights/y",
+    ):
+        load = {"path": wrong, "optimizer": True}
+        requests.append(("load_weights", {**load, "session_id": enemy.session, "model_seq_id": 5}))
+        requests.append(("load_weights", {**load, "model_id": model, "seq_id": next(seqs)}))
+        create = {"session_id": enemy.session, "sampling_session_seq_id": 1, "model_path": wrong}
+        requests.append(("create_sampling_session", create))
+    requests += [
+        ("asample", sample),
+        ("retrieve_future", {"request_id": f"{foreign}:1"}),
+        ("retrieve_future", {"request_id": f"{victim.session}:sample:0:0"}),
+        ("get_info", {"model_id": foreign}),
+        ("session_heartbeat", {"session_id": victim.session}),
+        (f"sessions/{victim.session}/finish", {}),
+        ("create_model", {"session_id": victim.session, "model_seq_id": 0, "base_model": "tiny"}),
+        (
+            "create_model",
+            {"session_id": enemy.session, "model_seq_id": 9, "base_model": "/etc", "lora_config": {"rank": 1}},
+        ),
+        *(
+            (
+                "create_model",
+                {"session_id": enemy.session, "model_seq_id": 9, "base_model": "tiny", "lora_config": {"rank": r}},
+            )
+            for r in (0, -1, 7, 10**30, True, 1.5)
+        ),
+        ("create_session", {"tags": "x"}),
+        ("create_session", b"[" * 100_000),
+        ("create_session", b'{"user_metadata": ' + b'{"a": ' * 50_000),
+        ("nowhere", {}),
+        ("asample", {**sample, "prompt": {"chunks": [{"type": "image", "data": "x"}]}}),
+        *(("asample", {**sample, "sampling_params": {"temperature": t}}) for t in (-1, "1", float("nan"))),
+        *(("asample", {**sample, "num_samples": n}) for n in (0, 10**9, -1)),
+        *((path, noise[0]) for path in ("optim_step", "save_weights", "create_model", "asample", "retrieve_future")),
+    ]
+    rng.shuffle(requests)
+    for path, body in requests:
+        yield path, *enemy.ask(path, body)
+    host, port = victim.url.removeprefix("http://").split(":")
+    head = (
+        f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: x\r\nX-API-Key: {enemy.token}\r\nContent-Length: 1000\r\n\r\n"
+    )
+    for text in (
+        "GET",
+        "\0\0\0\r\n\r\n",
+        head,
+        head + "abc",
+        "A" * 100_000,
+        head.replace("1000", "-7"),
+        head.replace("1000", "9" * 30),
+    ):
+        with socket.create_connection((host, int(port))) as raw, contextlib.suppress(OSError):
+            raw.sendall(text.encode())
+    for headers in (
+        {"X-API-Key": "tml-wrong"},
+        {"X-API-Key": ""},
+        {"X-API-Key": "x" * 5000},
+        {"Content-Encoding": "zstd"},
+    ):
+        yield "key", *enemy.ask("create_session", {"tags": []}, **headers)
+    for path in (
+        f"training_runs/{foreign}",
+        f"samplers/{victim.session}:sample:0",
+        f"training_runs/{foreign}/checkpoints",
+    ):
+        yield "get", *enemy.ask(path, method="GET")
+    yield "delete", *enemy.ask(f"training_runs/{foreign}/checkpoints/sampler_weights/session-0000000004", b"", "DELETE")
+
+
+def test_hostile_requests_leave_the_server_and_the_others_as_they_are(config: Path) -> None:
+    [[alone, (beside, answers, after)]] = attacked(1, config=config, seed=0)
+    assert beside == [alone, alone] and after == alone
+    assert len(answers) + 7 >= 200 and answers[-1][0] == "delete"
+    good = [(path, content) for path, status, content in answers if status == 200]
+    assert len(good) < len(answers)
+    for path, status, content in answers:
+        assert status < 500, (path, status, content)
+        if status != 200:
+            assert json.loads(content)["error"] if content[:1] == b"{" else status in (400, 404)
+    for path, content in good:  # futures of wrong requests in the order of a model
+        assert path in ("forward_backward", "optim_step", "save_weights", "load_weights", "create_session"), (
+            path,
+            content,
+        )
+
+
+def test_a_killed_server_goes_on_bit_for_bit(config: Path) -> None:
+    [[alone, killed_thrice]] = killed(1, config=config)
+    assert len(alone) == 25 and len({json.dumps(one) for one in alone}) > 20
+    assert killed_thrice == alone
