@@ -81,6 +81,14 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
+    def _in_the_home_folder(cls, value: Any) -> Any:
+        """Reads `~/` in a path as a shell does, which leaves it in `key=~/value`."""
+        if isinstance(value, list):
+            return [cls._in_the_home_folder(one) for one in value]
+        return Path(os.path.expanduser(value)) if isinstance(value, Path) and str(value).startswith("~/") else value
+
+    @field_validator("*")
+    @classmethod
     def _can_be_used(cls, value: Any) -> Any:
         """Refuses what a file system, an encoding or 64 bits cannot represent."""
         if problem := next(_unusable(value), None):
@@ -128,7 +136,7 @@ def _expanded(value: Any) -> Any:
         return value
     expanded: list[Any] = []
     for path in paths:
-        matches = _matches(str(path)) if isinstance(path, str | Path) else []
+        matches = _matches(os.path.expanduser(path)) if isinstance(path, str | Path) else []
         expanded += matches or [path]
     return expanded
 

@@ -264,7 +264,7 @@ def _machine(options: InitOptions) -> Machine:
     try:
         gpu = find_gpu(options.gpu)
     except ValueError as error:
-        raise ConfigError(f"--gpu {error}") from error
+        raise ConfigError(f"--gpu {options.gpu!r}: {error}") from error
     return Machine(options.gpus // per_node, per_node, gpu)
 
 
