@@ -276,10 +276,7 @@ def for_command_line(problem: Problem) -> Problem:
 
 
 def preparation(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """Names what provides missing inputs: the folder in which the relative paths are files, or the commands that make them.
-
-    The commands are those of an example: the quickstart, and `prepare` in the file's comments.
-    """
+    """Names the folder where missing inputs are, or what makes those of an example: the quickstart, or `prepare` in a comment."""
     text = "\n".join(problem.text for problem in problems if MISSING.search(problem.text))
     missing = {name for name in re.findall("'([^']+)'", text) if not Path(name).is_absolute()}
     for folder in path.absolute().parents[:4]:

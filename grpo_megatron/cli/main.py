@@ -381,9 +381,8 @@ def print_keys(options: KeysOptions) -> int:
     chosen = [key for key in keys if not section or f"{key.name}.".startswith(f"{section}.")]
     if not chosen:
         sections = sorted({".".join(key.name.split(".")[:depth]) for key in keys for depth in (1, 2, 3)})
-        leaves = {one: one.rpartition(".")[2] for one in sections}
-        named = [one for one in sections if leaves[one] == section]
-        named = named or [one for one in sections if section in leaves[one].split("_")]
+        named = [one for one in sections if one.endswith(f".{section}")]
+        named = named or [one for one in sections if section in one.rpartition(".")[2].split("_")]
         close = f"; keys of this name: {', '.join(named)}" if named else did_you_mean(section, [*sections, *methods()])
         known = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
         listed = "" if close else f" (sections: {known}; methods: {', '.join(methods())})"

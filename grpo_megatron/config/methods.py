@@ -75,10 +75,12 @@ def unknown_method(name: str) -> str:
     return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"
 
 
-MAY_DIFFER = {  # switches and choices of a method that a config may have otherwise; one of the others makes it another method
-    *("actor.use_kl_loss", "actor.kl_loss_type", "actor.loss_agg_mode"),
-    *("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type", "algorithm.rollout_correction.rollout_is"),
-}
+MAY_DIFFER = {
+    "actor.use_kl_loss",
+    "actor.kl_loss_type",
+    "actor.loss_agg_mode",
+    "algorithm.kl_ctrl.type",
+}  # and it is the same
 
 
 def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:

@@ -233,7 +233,8 @@ def refused_values(kind: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
 def _mistake(error: Any, prefix: str, known: list[str]) -> str:
     key = prefix + ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else ""
+        hint = f"; `grpo-megatron keys {key.rpartition('.')[0]}` lists those of this section"
+        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else hint
         return f"unknown key {key!r}" + (hint or f" (known here: {', '.join(known) or 'none'})")
     if error["type"] == "missing":
         return f"missing key {key!r}: it has no default"

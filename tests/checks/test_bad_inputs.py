@@ -98,7 +98,7 @@ sft.steps=5 sft.optim.lr_decay_style=WSD sft.optim.lr_wsd_decay_steps=6
 actor.lora.rank=4 actor.lora.target_modules=[q_proj,qkv_proj]
     => actor.lora.target_modules: 'qkv_proj' matches no linear layer | has down_proj, gate_proj, k_proj, o_proj
 actor.lora.rank=4 actor.lora.target_modules=[lm_head]
-    => 'lm_head' matches no linear layer that has adapters here (head and embedding have none) | has down_proj
+    => 'lm_head' matches no linear layer that has adapters (head and embedding have none) | has down_proj
 actor.lora.rank=4 'actor.lora.target_modules='"'"'(q'"'"'' => '(q' is no regular expression | set a list
 actor.lora.rank=4 'actor.lora.exclude_modules=.*'
     => actor.lora.exclude_modules='.*' leaves no layer with an adapter | exclude less

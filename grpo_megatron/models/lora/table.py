@@ -164,7 +164,7 @@ def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None
                         else ""
                     )
                     if text in ("lm_head", "embed_tokens"):
-                        hint = " that has adapters here (head and embedding have none)"
+                        hint = " that has adapters (head and embedding have none)"
                     given = f", of {lora.path}/adapter_config.json" if lora.path is not None else ""
                     return f"{key}.{field}{given}: {text!r} matches no linear layer{hint}; this model has {', '.join(last)}"
             except re.error as error:
