@@ -62,6 +62,13 @@ def test_files_are_one_path_a_list_or_a_pattern(path: Path, tmp_path: Path, monk
     assert files("none*.jsonl") == ["none*.jsonl"]  # reported where it is read
 
 
+def test_a_path_begins_in_the_home_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(path.parent))
+    config = load_config(path, ["model.path=~/m", "trainer.output_dir=~/out", "data.train_files=[~/*.yaml,~/b]"])
+    assert (config.model.path, config.trainer.output_dir) == (path.parent / "m", path.parent / "out")
+    assert config.data.train_files == [path, path.parent / "b"]
+
+
 @pytest.mark.parametrize(("tp", "given", "used"), [(1, None, False), (2, None, True), (2, False, False)])
 def test_sequence_parallelism_follows_tensor_parallelism(tp: int, given: bool | None, used: bool) -> None:
     assert MegatronConfig(tensor_model_parallel_size=tp, sequence_parallel=given).use_sequence_parallel is used
@@ -131,6 +138,9 @@ def test_optimizer_steps_of_five_training_steps(
         ("rollout.n.m=3", "'n' is a value, not a section"),
         # keys in a list of sections have their place in the name
         ("reward.components=[{nam: a}]", "'reward.components.0.nam'; did you mean 'reward.components.0.name'?"),
+        ("reward.components=[{name:a}]", "YAML needs a space behind the ':' of KEY: VALUE"),
+        ("~actor.optim.lrr", "there is no key 'actor.optim.lrr'; did you mean 'actor.optim.lr'?"),
+        ("~actor.nothing", "there is no key 'actor.nothing'; `grpo-megatron keys actor` lists them"),
         ("reward.components=[{name: a, weight: .nan}]", "weight=nan: set a finite number"),
         ("reward.components=[{name: a, weight: yes}]", "reward.components.0.weight=True: a number is needed"),
         ("reward.components=[{name: a/b}]", "reward.components.0.name='a/b': write a text of the form"),

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +150,7 @@ def write_model(folder: Path, seed: int) -> None:
                 parameter.normal_(0, 0.02 if "patch_embed" in name else 0.05)
     disable_progress_bar()
     model.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # transformers makes it 0600
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # type: ignore[assignment]
     tokenizer.decoder = decoders.Fuse()

@@ -8,6 +8,7 @@ from pathlib import Path
 from grpo_megatron.algo.losses import reasons_for_old_pass
 from grpo_megatron.config import Config, LoraConfig
 from grpo_megatron.config.problems import Problems, keys_of, marked
+from grpo_megatron.config.rollout import VLLM_CPU_HEADS
 from grpo_megatron.models.architecture import Architecture, DeltaNet
 from grpo_megatron.models.lora.peft_folder import PeftFolder
 from grpo_megatron.models.lora.table import ROUTER_NAMES, lora_rows, target_problem
@@ -61,7 +62,6 @@ def healing_problems(config: Config) -> Problems:
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------
 
 CPU_LATENT = (512, 64)  # vLLM's csrc/cpu/mla_decode.cpp is compiled for these sizes, those of all published models
-CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its CPUAttentionBackend, in 0.26 and 0.32
 CPU_STATES = {64, 128}  # sizes of heads of vLLM's gated delta nets on the CPU
 
 FUSED = ("moe_router_fusion", "moe_layer_recompute")  # the choice is in a kernel, or made again without its micro-batch
@@ -146,10 +146,10 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
         yield from _state_problems(config, arch, arch.delta)
     if config.trainer.device != "cpu" or config.rollout.engine != "vllm" or not config.has_rollouts:
         return
-    if latent is None and arch.head_dim not in CPU_HEADS:
+    if latent is None and arch.head_dim not in VLLM_CPU_HEADS:
         yield (
-            f"{k.rollout.engine} on the CPU: its attention has heads of {', '.join(map(str, CPU_HEADS))}, and this model's have"
-            f" {arch.head_dim}; set rollout.engine=transformers, or use a model with such heads"
+            f"{k.rollout.engine} on the CPU: its attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and this"
+            f" model's have {arch.head_dim}; set rollout.engine=transformers, or use a model with such heads"
         )
     if latent is None:
         return

@@ -101,7 +101,9 @@ def suspicions(config: Config) -> Iterator[str]:
     for key in ("save_freq", "test_freq"):
         every, default = getattr(config.trainer, key), type(config.trainer).model_fields[key].default
         if every > total and every != default and config.trainer.total_epochs is None:
-            yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only the last step does it"
+            before = key == "test_freq" and config.trainer.val_before_train
+            when = "the start and the end" if before else "the end"
+            yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only at {when}"
     if actor.entropy_coeff < 0:
         yield f"actor.entropy_coeff={actor.entropy_coeff:g} lowers the entropy; a bonus for entropy is positive"
     if actor.clip_ratio_low == actor.clip_ratio_high == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -95,7 +96,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         names = [key.name for key in config_keys(Config)]
         is_known = any(f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.") for key in names)
         if not _take_out(raw, name.split("."), is_missing=False, is_exact=True) and not is_known:
-            hint = did_you_mean(name, names) or f"; {COMMAND_NAME} keys lists them"
+            section, _, leaf = name.rpartition(".")
+            here = [key.removeprefix(f"{section}.") for key in names if section and key.startswith(f"{section}.")]
+            hint = did_you_mean(leaf, here, f"{section}.") if here else did_you_mean(name, names)
+            hint = hint or f"; `{COMMAND_NAME} keys{f' {section}' if here else ''}` lists them"
             raise ConfigError(f"override {shown(override)}: there is no key {shown(name)}{hint}")
         return
     key, equals, value = override.partition("=")
@@ -216,6 +220,8 @@ def _explain(error: Any) -> str:
         listed = "" if hint else f" (known here: {', '.join(known)})"
         if len(listed) > MAX_LISTED and any(one.name.startswith(section) for one in config_keys(Config)):
             listed = f"; `grpo-megatron keys {section}` lists those of this section"
+        if ":" in leaf and error["input"] is None:
+            hint, listed = "; YAML needs a space behind the ':' of KEY: VALUE", ""
         return f"unknown key {location!r}{hint}{listed}"
     if error["type"] == "missing" and isinstance(error["loc"][-1], int):
         return f"{location.rpartition('.')[0]} lacks entry {error['loc'][-1] + 1}; give all that it needs"
@@ -270,8 +276,13 @@ def for_command_line(problem: Problem) -> Problem:
 
 
 def preparation(path: Path, problems: Sequence[Problem]) -> list[Problem]:
-    """Names the commands that make the missing inputs of an example: the quickstart, and `prepare` in the file's comments."""
+    """Names the folder where missing inputs are, or what makes those of an example: the quickstart, or `prepare` in a comment."""
     text = "\n".join(problem.text for problem in problems if MISSING.search(problem.text))
+    missing = {name for name in re.findall("'([^']+)'", text) if not Path(name).is_absolute()}
+    for folder in path.absolute().parents[:4]:
+        if missing and folder != Path.cwd() and all((folder / name).exists() for name in missing):
+            where = "relative paths begin in the current folder, also those of a config in another one"
+            return [Problem(f"{where}; start it where they are: cd {shlex.quote(str(folder))}")]
     commands = [f"{COMMAND_NAME} quickstart"] if "outputs/quickstart/" in text else []
     if text and path.is_file():
         commands += re.findall(r"^# +(python -m grpo_megatron prepare .*[^\\\n])$", path.read_text(), re.MULTILINE)

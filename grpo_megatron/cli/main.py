@@ -387,11 +387,12 @@ def print_keys(options: KeysOptions) -> int:
     chosen = [key for key in keys if not section or f"{key.name}.".startswith(f"{section}.")]
     if not chosen:
         sections = sorted({".".join(key.name.split(".")[:depth]) for key in keys for depth in (1, 2, 3)})
+        named = [one for one in sections if one.endswith(f".{section}")]
+        named = named or [one for one in sections if section in one.rpartition(".")[2].split("_")]
+        close = f"; keys of this name: {', '.join(named)}" if named else did_you_mean(section, [*sections, *methods()])
         known = ", ".join(dict.fromkeys(key.name.partition(".")[0] for key in keys))
-        raise ConfigError(
-            f"no key of a config begins with {section!r}{did_you_mean(section, [*sections, *methods()])} (sections: {known};"
-            f" methods: {', '.join(methods())})"
-        )
+        listed = "" if close else f" (sections: {known}; methods: {', '.join(methods())})"
+        raise ConfigError(f"no key of a config begins with {section!r}{close}{listed}")
     dated = dated_defaults()
     for key in chosen:
         default = "needed" if key.is_required else json.dumps(key.default, default=str)

@@ -75,6 +75,14 @@ def unknown_method(name: str) -> str:
     return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"
 
 
+MAY_DIFFER = {
+    "actor.use_kl_loss",
+    "actor.kl_loss_type",
+    "actor.loss_agg_mode",
+    "algorithm.kl_ctrl.type",
+}  # and it is the same
+
+
 def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:
     """Finds the method of a config's estimator and loss: (its name, the keys that differ with the config's values).
 
@@ -85,7 +93,9 @@ def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str
     for name, method in methods().items():
         keys = {"actor.loss_mode": "vanilla", **method.values(value_of)}
         others = {key: value_of(key) for key, value in keys.items() if value_of(key) != value}
-        is_itself = not any(isinstance(keys[key], bool) for key in others.keys() - {"actor.use_kl_loss"})
+        if others.get("actor.use_kl_loss") is False:
+            others = {key: value for key, value in others.items() if not key.startswith("actor.kl_loss_")}
+        is_itself = not any(isinstance(keys[key], bool | str) for key in others.keys() - MAY_DIFFER)
         if is_itself and not others.keys() & {"actor.loss_mode", "algorithm.adv_estimator"}:
             candidates.append((name, others))
     return min(candidates, key=lambda pair: len(pair[1]), default=(None, {}))

@@ -109,7 +109,7 @@ class LoraConfig(Section):
             settings = dict(read_json(file))
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"without rank, {str(file)!r} is read: {reason}; correct path, or set rank") from None
+            raise ValueError(f"without rank, {str(file)!r} is read: {reason}; name a PEFT folder") from None
         if not isinstance(rank := settings.get("r", PEFT_DEFAULT), int):
             raise ValueError(f"{str(file)!r} has r={shown(rank)}, which is no integer; correct it, or set another path")
         return {**peft_values(settings), **{key: value for key, value in raw.items() if value is not None}}

@@ -32,6 +32,7 @@ class ValKwargs(Section):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of CPUAttentionBackend, in 0.26 and 0.32
 OF_TOOLS = Needs("rollout.multi_turn.environment=tools")
 
 

@@ -81,6 +81,14 @@ class Section(BaseModel):
 
     @field_validator("*")
     @classmethod
+    def _in_the_home_folder(cls, value: Any) -> Any:
+        """Reads `~/` in a path as a shell does, which leaves it in `key=~/value`."""
+        if isinstance(value, list):
+            return [cls._in_the_home_folder(one) for one in value]
+        return Path(os.path.expanduser(value)) if isinstance(value, Path) and str(value).startswith("~/") else value
+
+    @field_validator("*")
+    @classmethod
     def _can_be_used(cls, value: Any) -> Any:
         """Refuses what a file system, an encoding or 64 bits cannot represent."""
         if problem := next(_unusable(value), None):
@@ -128,7 +136,7 @@ def _expanded(value: Any) -> Any:
         return value
     expanded: list[Any] = []
     for path in paths:
-        matches = _matches(str(path)) if isinstance(path, str | Path) else []
+        matches = _matches(os.path.expanduser(path)) if isinstance(path, str | Path) else []
         expanded += matches or [path]
     return expanded
 
@@ -225,7 +233,8 @@ def refused_values(kind: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
 def _mistake(error: Any, prefix: str, known: list[str]) -> str:
     key = prefix + ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else ""
+        hint = f"; `grpo-megatron keys {key.rpartition('.')[0]}` lists those of this section"
+        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else hint
         return f"unknown key {key!r}" + (hint or f" (known here: {', '.join(known) or 'none'})")
     if error["type"] == "missing":
         return f"missing key {key!r}: it has no default"

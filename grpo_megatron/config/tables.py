@@ -18,7 +18,9 @@ def read_yaml_table(path: Path | str, kind: str) -> tuple[str, dict[str, Any]]:
     except OSError as error:
         raise ConfigError(f"cannot read {where}: {reason_of(error)}") from error
     except ReadError as error:
-        raise ConfigError(f"{where} {error}") from error
+        inside = Path(path) / "config.yaml"
+        hint = f"; did you mean {str(inside)!r}?" if kind == "config" and inside.is_file() else ""
+        raise ConfigError(f"{where} {error}{hint}") from error
     try:
         table = parse_yaml(text)
     except ReadError as error:

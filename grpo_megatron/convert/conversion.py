@@ -108,7 +108,8 @@ def _conversion(
     total = model.num_bytes(wanted) + model.extra_bytes
     with output_folder(options.target, total + OVERHEAD_BYTES) as folder:
         with model.checked(not options.no_hashes):
-            with Progress(f"to-{kind}", total, options.quiet) as progress:
+            label = "merge" if isinstance(options, MergeOptions) else f"to-{kind}"
+            with Progress(label, total, options.quiet) as progress:
                 yield folder, hashes, progress
             hf_folder = folder / "hf" if kind == "megatron" else folder
             hf_folder.mkdir(exist_ok=True)

@@ -7,6 +7,10 @@ row, seed and completions (processes/pool.py).
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -158,7 +162,7 @@ def make_environment(multi_turn: MultiTurnConfig) -> Environment:
     except Exception as error:  # any error of the user's class
         raise ConfigError(
             f"{_KEY}={multi_turn.environment!r} cannot be made with {kwargs}: {describe(error)}; correct"
-            " rollout.multi_turn.kwargs, or the class"
+            f" rollout.multi_turn.{'tools or kwargs' if multi_turn.environment == 'tools' else 'kwargs'}, or the class"
         ) from error
 
 
@@ -175,7 +179,7 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
     assert multi_turn.environment is not None
     turn = written_turn(written) if find_environment(multi_turn.environment).reads_turns else written
     try:
-        with build_pool(multi_turn.model_copy(update={"num_workers": 1})) as pool:
+        with _kept_stderr() as printed, build_pool(multi_turn.with_values({"num_workers": 1})) as pool:
             pool.start("first row", row, seed=0)
             outcomes = [pool.wait(["first row"])["first row"]]
             turns = min(TRIED_TURNS, multi_turn.max_assistant_turns)
@@ -184,6 +188,8 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
                 outcomes += pool.wait(["first row"]).values()
     except RuntimeError as error:
         raise ConfigError(f"{key}: {error}") from error
+    if outcomes[0].step is not None and printed:
+        print(printed[0], end="", file=sys.stderr, flush=True)
     for number, outcome in enumerate(outcomes):
         if number:
             yield "model", written
@@ -193,7 +199,7 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
         if outcome.step is None:
             raise ConfigError(
                 f"{key}: its reset fails on the first row of the data ({outcome.status}: {outcome.message}); the row's fields"
-                f" are {', '.join(row)}"
+                f" are {', '.join(row)}{''.join(map(_last_printed, printed))}"
             )
         if not number and not outcome.step.messages and outcome.step.request.prompt is None:
             raise ConfigError(
@@ -204,6 +210,27 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
             reward = "no reward" if outcome.step.reward is None else f"the reward {outcome.step.reward:g}"
             metrics = "".join(f", {name} {value:g}" for name, value in outcome.step.metrics.items())
             yield f"turn {number}", f"{reward}{metrics}; {'the end' if outcome.step.done else 'it goes on'}"
+
+
+@contextlib.contextmanager
+def _kept_stderr() -> Iterator[list[str]]:
+    """Keeps what this process and those that it starts print to stderr. At the end the list has the text, if there is any."""
+    printed: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as file, open(os.dup(2), "wb") as before:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield printed
+        finally:
+            os.dup2(before.fileno(), 2)
+            file.seek(0)
+            printed += filter(None, [file.read().decode(errors="replace")])
+
+
+def _last_printed(text: str) -> str:
+    """Indents the last traceback of what a program has printed, or its last lines. It may have run twice."""
+    lines = text[max(0, text.rfind("Traceback (most recent")) :].splitlines()[-8:]
+    return "\n  it has printed:" + "".join(f"\n    {line}" for line in lines)
 
 
 def build_pool(multi_turn: MultiTurnConfig) -> EnvironmentPool:

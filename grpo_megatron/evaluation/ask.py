@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from grpo_megatron.config import ConfigError, DataConfig, MultiTurnConfig, RolloutConfig
+from grpo_megatron.config.rollout import VLLM_CPU_HEADS
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.images import PROCESSOR_FILES, ImageFormat
 from grpo_megatron.data.prompts import encode_prompts, image_format
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer, read_end_tokens
-from grpo_megatron.device import Device, device_bytes
+from grpo_megatron.device import Device, count_cuda_devices, device_bytes
 from grpo_megatron.environments.pool import build_pool
 from grpo_megatron.evaluation.ledger import Key
 from grpo_megatron.evaluation.options import EngineOptions
@@ -109,6 +110,13 @@ class AskedModel:
             raise ConfigError(
                 f"--engine {options.engine} serves no model that reads images, as {str(options.model)!r} does; set"
                 " --engine vllm"
+            )
+        heads = source.arch.head_dim
+        on_cpu = options.engine == "vllm" and (options.device == "cpu" or count_cuda_devices() == 0)
+        if on_cpu and source.arch.latent is None and heads not in VLLM_CPU_HEADS:
+            raise ConfigError(
+                f"--engine vllm on the CPU: its attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and the heads"
+                f" of {str(options.model)!r} have {heads}; set --engine transformers"
             )
         if split_problems := engine_split_problems(source.arch, options.tp):
             raise ConfigError(

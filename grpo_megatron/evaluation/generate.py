@@ -197,7 +197,8 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
     asker = Asker(settings.model, settings.max_model_len)
     style, is_shown = settings.style, options.output is None and not options.as_json
     if asker.mesh.rank == 0 and style.run is not None:  # it would surprise a user who does not expect it
-        tell(f"prompts as in {style.run}: task {style.task} (--task jsonl: as they are)")
+        task = style.task if style.task == "jsonl" else f"{style.task} (--task jsonl: as they are)"
+        tell(f"prompts as in {style.run}: task {task}")
     if options.chat:
         hold_chat(settings, asker)
     elif options.samples == 1 and options.prompt is not None and is_shown:

@@ -712,6 +712,21 @@ def _nemo_correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {f"{CORRECTION}rollout_is": kinds[kind], **bounds}
 
 
+def _nemo_engines(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Translates the resources of generation: nodes of several, or GPUs of one."""
+    if settings.get("policy.generation.colocated.enabled", True):
+        return NotNeeded("engine and policy share the GPUs")
+    is_one, prefix = settings.get("cluster.num_nodes", 1) == 1, "policy.generation.colocated.resources."
+    theirs, ours = ("gpus_per_node", "rollout.num_ranks") if is_one else ("num_nodes", "rollout.num_nodes")
+    return {ours: settings.get(prefix + theirs) or 1}
+
+
+def _nemo_async(value: Any, settings: Settings) -> Mapping[str, Any]:
+    age = settings.get("grpo.async_grpo.max_trajectory_age_steps", 1)
+    also = f"a sample is at most {age} steps old there, and always {age} here"
+    return {"rollout.placement": "separate", "rollout.lag": age, ALSO: also} if value else {}
+
+
 def _nemo_teacher(value: Any, settings: Settings) -> Mapping[str, Any]:
     parts = {"tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size"}
     parts["expert"] = "expert_model_parallel_size"
@@ -748,6 +763,9 @@ NEMO_RL = OtherTrainer.read(
     "nemo-rl",
     {
         "grpo.max_num_steps": ("trainer.total_training_steps", _nemo_steps),
+        "grpo.async_grpo.enabled": ("rollout.lag", _nemo_async),
+        "policy.generation.colocated.resources.num_nodes": ("rollout.num_nodes", _nemo_engines),
+        "policy.generation.colocated.resources.gpus_per_node": ("rollout.num_ranks", _nemo_engines),
         "teacher.model_name": ("teachers.teacher.path", _nemo_teacher),
         "on_policy_distillation.enabled": ("distillation.kl", _nemo_teachers),
         "grpo.use_leave_one_out_baseline": ("algorithm.adv_estimator", _nemo_baseline),

@@ -52,6 +52,7 @@ MAX_OTHER_KEYS = 3  # of a method that a config is near to
 SEE = "see "  # another key of theirs decides
 SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
 VALIDATED = {"data.val_files", "data.val_tasks", "data.val_loss_files"}
+SAMPLE_IN_VALIDATION = ("easyr1", "miles", "nemo-rl", "slime", "trl")  # at the temperature of rollouts; 0 here
 REQUIRED = {"model.path": "a Hugging Face folder on this machine", "data.train_files": "files of rows"}
 
 
@@ -116,6 +117,7 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         if isinstance(outcome, str) and outcome.startswith(SEE):
             named = outcome[len(SEE) :]
             outcome = type(outcome)(SEE + as_given.get(named, named))
+        written = _plain(written)
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
             result.warnings[num_warnings:], result.notes[num_notes:] = [(written, SECRET)], []
@@ -129,8 +131,16 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         for ours, value in {"trainer.val_before_train": False, "trainer.test_freq": -1}.items():
             if result.values.get(ours, ("", "default"))[1].endswith("default"):
                 result.values[ours] = (value, "no data to validate on")
+    elif trainer.name in SAMPLE_IN_VALIDATION:
+        origin, (temperature, _) = f"{trainer.name}'s default", result.values.get("rollout.temperature", (1.0, ""))
+        result.values.setdefault("rollout.val_kwargs.temperature", (temperature, origin))
     _fit_mini_batch(result)
     return result
+
+
+def _plain(written: str) -> str:
+    """Writes an expression of a Python script as it stands there, and an array of a shell script once."""
+    return re.sub(r'="\$\{(.*\))\}"$', r"=\1", re.sub(r'^(.*)="\1"$', r"\1", written))
 
 
 def _outcome(

@@ -69,7 +69,7 @@ def find_gpu(text: str) -> Gpu:
     number = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?", text.strip(), re.IGNORECASE)
     gib = float(text) if number else 0.0
     if not 0 < gib <= LARGEST_GIB:
-        raise ValueError(f"{text!r} is neither one of {', '.join(GPUS)} nor GiB above 0 and up to {LARGEST_GIB:,}")
+        raise ValueError(f"it is neither one of {', '.join(GPUS)} nor GiB above 0 and up to {LARGEST_GIB:,}")
     return replace(GPUS[REFERENCE], name=f"{gib:g} GiB", usable_gib=gib)
 
 

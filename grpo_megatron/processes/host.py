@@ -16,6 +16,7 @@ import json
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 import time
@@ -356,6 +357,8 @@ def _answer(serve: Serve, request: dict[str, Any]) -> ProcessAnswer:
 
 def main() -> None:
     """Serves until stdin ends."""
+    for request in (signal.SIGINT, signal.SIGUSR1):  # Slurm sends them to all processes, and the ranks alone obey
+        signal.signal(request, signal.SIG_IGN)
     die_with_parent(int(sys.argv[1]))
     adopt_orphans()
     requests, replies = os.dup(0), os.dup(1)  # the user's code gets an empty stdin, and prints to stderr

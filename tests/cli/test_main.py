@@ -6,6 +6,7 @@ since they take seconds and are not tested here. A sitecustomize module on PYTHO
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,10 +239,47 @@ def test_missing_inputs_of_an_example_are_named_with_what_makes_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.main(["train", str(ROOT / "examples" / example), "--dry-run"]) == 2
+    shutil.copy(ROOT / "examples" / example, "copy.yaml")  # beside the original there may be the inputs
+    assert main.main(["train", "copy.yaml", "--dry-run"]) == 2
     _, hint, lines = capsys.readouterr().err.partition("error: first make the inputs of ")
     made = zip(lines.splitlines()[1:], commands, strict=True)
     assert hint and all(line.startswith(f"  {command}") for line, command in made)
+
+
+def test_a_config_from_another_folder_is_told_where_its_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("there/m", "there/configs", "here"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "there/t.jsonl").write_text("{}")
+    config = tmp_path / "there/configs/c.yaml"
+    config.write_text("model: {path: m}\ndata: {train_files: [t.jsonl], task: jsonl}\nreward: {function: length}\n")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main.main(["train", str(config), "--dry-run"]) == 2
+    assert f"start it where they are: cd {tmp_path / 'there'}\n" in capsys.readouterr().err
+    assert main.main(["train", str(config), "--dry-run", "model.path=nowhere"]) == 2
+    assert "start it where they are" not in capsys.readouterr().err
+    assert main.main(["train", str(config.parent)]) == 2  # as a run's folder, which has a config.yaml
+    assert "did you mean" not in capsys.readouterr().err
+    config.rename(config.with_name("config.yaml"))
+    assert main.main(["train", str(config.parent)]) == 2
+    assert f"; did you mean '{config.with_name('config.yaml')}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ("lora", "; keys of this name: actor.lora, critic.lora"),
+        ("cliprange", "; keys of this name: critic.cliprange_value"),
+        ("actr.lora", "; did you mean 'actor.lora'?"),
+        ("xyzzy", " (sections: method, model, "),
+    ],
+)
+def test_a_section_that_is_no_section(section: str, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        print_keys(KeysOptions(section=section))
+    text = f"no key of a config begins with {section!r}{told}"
+    assert str(error.value) == text if "sections" not in told else str(error.value).startswith(text)
 
 
 def test_keys_are_listed_with_default_type_and_comment(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_the_page_of_adapters(capsys: pytest.CaptureFixture[str]) -> None:
     )
     words = " ".join(" ".join(section(text, "Model")).split())
     assert (
-        "merged, rank 32, scale 1, 560 layers: 414,187,520 parameters are trained; merging takes as long as moving ~ 123 GB of"
+        "merged, rank 32, scale 1, 560 linear layers: 414,187,520 parameters are trained; merging takes as long as moving ~ 123"
         in words
     )
     assert any(line.split()[:2] == ["~", "merged"] for line in text.splitlines())
@@ -345,7 +345,7 @@ def test_the_search_prints_arguments_that_fit(capsys: pytest.CaptureFixture[str]
         (["--search", "actor.megatron.context_parallel_size=2"], "does not vary actor.megatron.context_parallel_size"),
         (["--top", "3"], "--top needs --search"),
         (["--search", "--resolved-config", "x.yaml"], "leave one of them out"),
-        (["--gpu", "h300"], "'h300' is neither one of h100-80, h200"),
+        (["--gpu", "h300"], "'h300': it is neither one of h100-80, h200"),
         (["--host-memory", "0"], "'0' is no size in GiB, such as 1024"),
         (["--nodes-of", "0"], "--nodes-of '0': set 1 or more"),
         (["--profile", "3"], "--profile measures a run, and --dry-run starts none"),

@@ -59,6 +59,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """model/ and data/: rows with 0, 1 and 2 pictures of three sizes; the same with responses, and with pairs of them."""
     root, example = tmp_path_factory.mktemp("vision"), load_example()
     example.write_model(root / "model", 0)
+    assert len({(root / "model" / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
     weights = load_file(root / "model/model.safetensors")
     weights["lm_head.weight"][list(SPECIAL)] = weights["lm_head.weight"][40].clone()  # a token with a share of 3%
     save_file(weights, root / "model/model.safetensors", {"format": "pt"})

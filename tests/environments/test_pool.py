@@ -6,14 +6,17 @@ Nothing here depends on time but that a hang is ended: TIMEOUT_S is long for wha
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_megatron.config import ConfigError, MultiTurnConfig
 from grpo_megatron.environments.environment import Outcome, Step
-from grpo_megatron.environments.pool import EnvironmentPool
+from grpo_megatron.environments.pool import EnvironmentPool, try_episode
 from grpo_megatron.processes.process import MARK
 from tests.environments.games import Guess
 from tests.environments.hostile import FATAL, HARMLESS
@@ -227,6 +230,32 @@ def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
             pool.end(["x", "unknown"])  # its answer is under way, or never comes
             pool.start("x", {}, 1, GUESSES[:1])
             assert pool.wait(["x"])["x"].step == played(1, GUESSES)[0]
+
+
+def test_what_a_program_prints_is_in_its_error_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A program of the environment `command` that fails is tried twice. Its traceback is once in the error, not above it."""
+    (program := tmp_path / "agent.py").write_text(
+        "import sys\nprint('hello', file=sys.stderr)\nprint(1 / int(sys.argv[1]))"
+    )
+    for divisor, problem in (("0", "ZeroDivisionError"), ("1", "without a request")):
+        kwargs = {"command": [sys.executable, str(program), divisor]}
+        with pytest.raises(ConfigError, match=problem) as error:
+            list(try_episode(MultiTurnConfig(environment="command", kwargs=kwargs), {"prompt": "x"}, "y"))
+        assert f'{program}", line 3' in str(error.value) or divisor == "1"
+        assert str(error.value).count("\n    Traceback") == (divisor == "0") and capfd.readouterr().err == ""
+
+
+def test_a_request_to_stop_leaves_the_host(capfd: pytest.CaptureFixture[str]) -> None:
+    """Slurm and `kill` send SIGINT and SIGUSR1 to all processes of a job. The ranks finish their step, with this host."""
+    with make_pool("games:Guess") as pool:
+        pool.start("x", {}, 1)
+        first = pool.wait(["x"])["x"]
+        [host] = pool._processes._hosts
+        for request in (signal.SIGINT, signal.SIGUSR1):
+            os.kill(host._process.pid, request)
+        pool.step("x", GUESSES[0])
+        assert first.step is not None and pool.wait(["x"])["x"].step is not None
+        assert host._process.poll() is None and "Traceback" not in capfd.readouterr().err
 
 
 def test_environments_that_cannot_be_loaded() -> None:

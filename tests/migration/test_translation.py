@@ -154,9 +154,7 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert config.data.train_batch_size == 8 and config.rollout.temperature == 0.7  # 8 processes x 4 x 2 / 8 per prompt
     told = capsys.readouterr().err
     assert "where the command line has --use_peft, give use_peft=true" in told
-    assert (
-        "load_dataset('trl-lib/DeepMath-103K', split='train')}\": data.train_files: rows that the script makes" in told
-    )
+    assert "load_dataset('trl-lib/DeepMath-103K', split='train'): data.train_files: rows that the script makes" in told
     (tmp_path / "ours.yaml").unlink()
     config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
     assert "move brief to a module of their own" in written
@@ -265,6 +263,48 @@ def test_lora_that_cannot_be_translated_is_refused(
     with pytest.raises(ConfigError, match=message):
         imported(trainer, text, suffix, tmp_path)
     assert not (tmp_path / "ours.yaml").exists()
+
+
+NEMO = (
+    "grpo: {num_prompts_per_step: 8}\npolicy: {model_name: m, generation: {colocated: {enabled: %s, resources: %s}}}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("enabled", "resources", "nodes", "expected"),
+    [
+        ("false", "{gpus_per_node: 3, num_nodes: null}", 1, {"num_ranks": 3, "num_nodes": 0}),
+        ("false", "{gpus_per_node: 3, num_nodes: 1}", 1, {"num_ranks": 3, "num_nodes": 0}),
+        ("false", "{gpus_per_node: 8, num_nodes: 2}", 4, {"num_ranks": 0, "num_nodes": 2}),
+        ("true", "{gpus_per_node: 8, num_nodes: 2}", 4, {"num_ranks": 0, "num_nodes": 0}),
+    ],
+)
+def test_resources_of_generation(
+    enabled: str, resources: str, nodes: int, expected: dict[str, int], tmp_path: Path
+) -> None:
+    """NeMo-RL's GPUs of one node, or whole nodes of several. An age limit of asynchronous samples is the lag."""
+    text = NEMO % (enabled, resources) + f"cluster: {{gpus_per_node: 8, num_nodes: {nodes}}}\n"
+    config, _ = imported("nemo-rl", text, ".yaml", tmp_path)
+    assert {name: getattr(config.rollout, name) or 0 for name in expected} == expected
+    if enabled == "false":
+        text = text.replace("8}", "8, async_grpo: {enabled: true, max_trajectory_age_steps: 2}}", 1)
+        (tmp_path / "ours.yaml").unlink()
+        assert imported("nemo-rl", text, ".yaml", tmp_path)[0].rollout.lag == 2
+
+
+@pytest.mark.parametrize(
+    ("trainer", "text", "temperature"),
+    [
+        ("slime", "python3 train.py --hf-checkpoint m --prompt-data a.jsonl --eval-prompt-data t b.jsonl %s", 0.7),
+        ("slime", "python3 train.py --eval-temperature 0.2 --hf-checkpoint m --eval-prompt-data t b.jsonl %s", 0.2),
+        ("slime", "python3 train.py --hf-checkpoint m --prompt-data a.jsonl %s", 0.0),  # no data to validate on
+    ],
+)
+def test_validation_samples_as_training_does(trainer: str, text: str, temperature: float, tmp_path: Path) -> None:
+    """slime: `temperature=rollout_temperature if eval_temperature is None`. Here validation is greedy by default."""
+    config, written = imported(trainer, text % "--rollout-temperature 0.7 --use-tis", ".sh", tmp_path)
+    assert config.rollout.val_kwargs.temperature == temperature
+    assert "# Nearest method: `method: grpo`" in written  # not a3po, which truncated importance sampling is part of
 
 
 def test_an_unknown_rank_is_left_to_the_user(tmp_path: Path) -> None:

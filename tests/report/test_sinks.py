@@ -275,6 +275,21 @@ def test_a_run_with_an_environment_says_that_generate_has_none(
     assert "to ask it: " in stream.getvalue() and ("no environment answers there" in stream.getvalue()) == is_told
 
 
+@pytest.mark.parametrize(("size", "is_served"), [(64, True), (16, False)])
+def test_heads_that_vllm_has_no_attention_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, size: int, is_served: bool
+) -> None:
+    """vLLM's attention on the CPU has some sizes of heads. The commands that a run prints for others do not use it."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(f'{{"hidden_size": {2 * size}, "num_attention_heads": 2}}')
+    monkeypatch.setattr(summary_module, "_is_installed", lambda package: True)
+    stream = io.StringIO()
+    with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
+        Summary(tmp_path, Config.model_validate({"model": {"path": tmp_path / "hf"}})).show(sinks)
+    assert ("vllm serve" in stream.getvalue()) == is_served
+    assert ("--engine transformers" in stream.getvalue()) != is_served
+
+
 ROLLOUT = {"tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.3, "engine_options": {"kv_cache_gib": 2}}
 ON_CPU = " --kv-cache-memory-bytes 2147483648 --enforce-eager"
 

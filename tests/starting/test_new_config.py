@@ -171,7 +171,7 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
         else:
             with pytest.raises(ConfigError) as error:
                 init([str(model), *words, "--output", str(output)])
-            assert lacking in str(error.value) and len(str(error.value).splitlines()) == 1, error.value
+            assert lacking in str(error.value) and len(error.value.problems) == 1, error.value
 
 
 @pytest.mark.parametrize(("words", "rank"), [(["--lora"], 32), (["--lora", "8", "--cpu"], 8), (["--cpu"], None)])
@@ -194,8 +194,9 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--lora", "0"], "--lora '0': set 1 or more"),
         (["--gpus", "12"], "no multiple of --gpus-per-node 8"),
         (["--gpus", "2", "--gpu", "1"], "no layout fits"),
-        (["--gpu", "h101"], "'h101' is neither one of h100-80"),
-        (["--cpu", "rollout.m=3"], "rollout.m: Extra inputs are not permitted"),
+        (["--gpu", "h101"], "'h101': it is neither one of h100-80"),
+        (["--cpu", "rollout.m=3"], "unknown key 'rollout.m'; `grpo-megatron keys rollout` lists those"),
+        (["--cpu", "rollout.n=x"], "rollout.n='x': set a whole number"),
         (["--cpu", "rollout.n.m=3"], "'rollout.n.m=3': 'n' is a value, not a section"),
         (["--cpu", "rollout.n=["], "'rollout.n=\\[': the value is not valid YAML"),
         (["--cpu", "rollout"], "'rollout' is not of the form section.key=value"),

@@ -109,9 +109,9 @@ class PeftFolder:
         )
         if unsupported:
             given = ", ".join(f"{key}={shown(settings.get(key))}" for key in unsupported)
-            raise WeightsError(
-                f"{file}: {given}: only W0 + s B A of linear layers is supported, without more; {MERGE_FIRST}"
-            )
+            of_layers = not set(unsupported) - {"rank_pattern", "alpha_pattern"}
+            what = "one rank and one alpha of all layers are" if of_layers else "W0 + s B A of linear layers is"
+            raise WeightsError(f"{file}: {given}: only {what} supported, without more; {MERGE_FIRST}")
 
     def check(self, arch: Architecture, lora: LoraConfig | None = None) -> None:
         """Raise WeightsError unless the factors are finite, and those of the model with `lora`, in rank, scale and layers.

@@ -163,7 +163,10 @@ def target_problem(key: str, arch: Architecture, lora: LoraConfig) -> str | None
                         if arch.num_experts
                         else ""
                     )
-                    return f"{key}.{field}: {text!r} matches no linear layer{hint}; this model has {', '.join(last)}"
+                    if text in ("lm_head", "embed_tokens"):
+                        hint = " that has adapters (head and embedding have none)"
+                    given = f", of {lora.path}/adapter_config.json" if lora.path is not None else ""
+                    return f"{key}.{field}{given}: {text!r} matches no linear layer{hint}; this model has {', '.join(last)}"
             except re.error as error:
                 return f"{key}.{field}={one!r} is no regular expression ({error}); correct it, or set a list of names"
     if not lora_rows(arch, lora):
