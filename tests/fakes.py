@@ -354,7 +354,9 @@ class NamedWeights:
 
     weights: str
 
-    def logprobs(self, batch: Any, temperature: float | None = None, entropies: Any = None) -> torch.Tensor:
+    def logprobs(
+        self, batch: Any, temperature: float | None = None, entropies: Any = None, squares: Any = None
+    ) -> torch.Tensor:
         return logprob_under(self.weights) * batch.response_mask
 
     def hf_weights(self, bucket_megabytes: int) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def read_yaml_table(path: Path | str, kind: str) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"cannot read {where}: {reason_of(error)}") from error
     except ReadError as error:
         inside = Path(path) / "config.yaml"
-        hint = f"; did you mean {str(inside)!r}?" if kind == "config" and inside.is_file() else ""
+        hint = f"; did you mean {str(inside)!r}?" if kind == "config" and os.path.isfile(inside) else ""
         raise ConfigError(f"{where} {error}{hint}") from error
     try:
         table = parse_yaml(text)

