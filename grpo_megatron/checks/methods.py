@@ -338,8 +338,10 @@ def _truncation(config: Config) -> Problems:
         for key in [k.rollout.top_p] * (rollout.top_p < 1) + [k.rollout.min_p] * (rollout.min_p > 0):
             yield (
                 f"{key} leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set"
-                " rollout.top_k=64, say, which bounds them (1 to 4096), or leave it out (rollout.val_kwargs may differ)"
+                " rollout.top_k=64, say, which bounds them (2 to 4096), or leave it out (rollout.val_kwargs may differ)"
             )
+    elif rollout.top_k == 1:
+        yield f"{k.rollout.top_k} leaves one token, whose log-probability and gradient are 0; set rollout.top_k=2 or more"
     elif config.teachers:
         yield (
             f"{k.rollout.top_k} cuts the policy's distribution, and teachers score the full vocabulary; leave it out, or leave"

@@ -164,7 +164,8 @@ class PartialCollector(PolicyCollector):
         sample.rollout_logprobs.extend(completion.logprobs)
         sample.routes = continued(sample.routes, completion.routes)
         sample.kept.extend(completion.kept)
-        sample.loss_mask.extend([1] * len(ids))
+        # A checkpoint stores None as no ids, which stand for the full vocabulary.
+        sample.loss_mask.extend([int(kept is not None) for kept in completion.kept] or [1] * len(ids))
         sample.segments[-1] = replace(sample.segments[-1], end=len(sample.response_ids))
         sample.weights_digest = sample.segments[0].weights_digest
 

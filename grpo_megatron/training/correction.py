@@ -38,6 +38,16 @@ from grpo_megatron.report.metrics import Metrics, rollout_mismatch
 from grpo_megatron.types import Batch, GroupTable
 
 
+def score_norms(logprobs: Tensor, squares: Tensor) -> Tensor:
+    """Computes 1 - 2 p + sum_v p_v^2 of tokens [...], float64: the squared norm of the gradient of log p by the logits.
+
+    It is at least 2^-23. Near p = 1 the rounding of the inputs is larger than the norm, and a negative weight could put the
+    baseline outside the rewards.
+    """
+    norms = 1 - 2 * logprobs.double().exp() + squares.double()
+    return norms.clamp(min=torch.finfo(torch.float32).eps)
+
+
 class Correction:
     """The correction of batches for the rollout mismatch and for the KL in the reward, whose coefficient `kl` has."""
 
@@ -59,7 +69,7 @@ class Correction:
         if num_kept_tokens is not None:  # not `if num_kept_tokens`: a rank without a row must join the collective
             columns["num_kept_tokens"] = self._column(num_kept_tokens, [0] * len(table))
         if batch.squares is not None:
-            norms = 1 - 2 * batch.old_logprobs.double().exp() + batch.squares.double()
+            norms = score_norms(batch.old_logprobs, batch.squares)
             rows = (row[mask].tolist() for row, mask in zip(norms, batch.response_mask, strict=True))
             nothing = [[0.0] * length for length in table.response_length]
             columns["score_norms"] = self._column(dict(zip(batch.rows, rows, strict=True)), nothing)

@@ -28,7 +28,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.families import read_architecture
 from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.hf_folder import write_tensors
-from grpo_megatron.parallel.exchange import same_width
+from grpo_megatron.parallel.exchange import all_kept, same_width
 from grpo_megatron.parallel.mesh import Mesh, build_mesh, destroy_mesh, on_every_rank, on_first_rank
 from grpo_megatron.storage.files import clear_leftovers, partial_of, publish_folder, write_file
 from grpo_megatron.training.correction import build_loss
@@ -227,8 +227,13 @@ def _batch(parts: list[dict[str, Tensor]], config: Config) -> Batch:
     ]
     if "teacher_index" in parts[0]:
         columns["teacher"] = _teacher(parts, width, config)
-    kept = [part["kept"].split(part["kept_sizes"].tolist()) for part in parts if "kept" in part]
-    columns["kept"] = list(chain(*kept)) or None
+    no_ids = torch.empty(0, dtype=torch.int32)
+    kept = [
+        part["kept"].split(part["kept_sizes"].tolist()) if "kept" in part else [no_ids] * len(own)
+        for part, own in zip(parts, lengths, strict=True)
+    ]
+    sizes = torch.cat([part["lengths"] - part["prompt_lengths"] for part in parts]).tolist()
+    columns["kept"] = all_kept(list(chain(*kept)), sizes)
     columns["routes"] = same_width(list(chain(*routes)), list(chain(*lengths)))
     if any("images" in part for part in parts):
         columns["images"] = [row for n, part in enumerate(parts) for row in _images(n, part)]

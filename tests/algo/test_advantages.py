@@ -76,6 +76,8 @@ def test_the_optimal_token_baseline_weighs_returns_by_what_came_before() -> None
         )
         want[0][1], want[1][2] = second / 2, -second / 2
         assert [pytest.approx(row) for row in want] == got
+    unread = replace(table, score_norms=[[1, 1], [0] * 4, [1], [1]])  # the second is in no batch: the first is alone
+    assert run(unread, "optimal_token_baseline")[0] == [1.0, 1.0]
     silent = replace(table, score_norms=[[0] * 2, [0] * 4, [0], [0]])  # every token was certain: no baseline
     assert run(silent, "optimal_token_baseline")[:2] == [[1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
 

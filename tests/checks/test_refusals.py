@@ -123,6 +123,7 @@ actor.use_unbiased_kl=true actor.kl_loss_type=k2 => is unbiased for the values o
 algorithm.rollout_correction.prox_logp_method=loglinear algorithm.rollout_correction.rollout_rs=token => set prox_logp_method
 algorithm.rollout_correction.prox_logp_method=loglinear actor.top_entropy_quantile=0.2 => set prox_logp_method=recompute
 rollout.top_p=0.9 => leaves any number of tokens, and their ids are recorded for the policy, 4 bytes each; set rollout.top_k=64
+rollout.top_k=1 => leaves one token, whose log-probability and gradient are 0; set rollout.top_k=2 or more
 rollout.min_p=0.1 => set rollout.top_k=64, say, which bounds them
 TEACHER rollout.top_k=20 => cuts the policy's distribution, and teachers score the full vocabulary
 actor.echo_coef=0.1 => actor.echo_coef=0.1 has no effect with rollout.multi_turn.environment=null

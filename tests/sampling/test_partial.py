@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_megatron.config import DataConfig, RolloutConfig
@@ -15,11 +16,11 @@ from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.device import Device
 from grpo_megatron.parallel.mesh import build_mesh
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.rollout.engine import sample_seed
+from grpo_megatron.rollout.engine import Completion, sample_seed
 from grpo_megatron.sampling.collector import numbered_samples, pack_sample, unpack_sample
 from grpo_megatron.sampling.generator import Generator
 from grpo_megatron.sampling.partial import PartialCollector
-from grpo_megatron.types import UNFINISHED
+from grpo_megatron.types import UNFINISHED, Sample
 from tests.fakes import CountingEngine, LoneMesh, prompt
 from tests.worlds import ranks
 
@@ -117,6 +118,13 @@ def test_chunks_have_seeds_of_their_own_and_the_weights_that_drew_them() -> None
     sample = next(group for group in groups if group.samples[0].prompt.prompt_ids == (1,)).samples[0]
     assert [(draw.start, draw.end, draw.version) for draw in sample.segments] == [(0, 4, 0), (4, 11, 1)]
     assert sample.weights_digest == sample.segments[0].weights_digest and sample.finish_reason == "stop"
+
+
+def test_a_token_of_unknown_ids_stays_out_of_the_loss_through_a_checkpoint() -> None:
+    made, sample = collector(CountingEngine(LENGTHS)), Sample(prompt(0), 0, 0, [], [], UNFINISHED, 0)
+    made._extend(sample, Completion([5, 6], [-1.0, -1.0], "length", kept=[np.array([5], np.int32), None]), 0)
+    again = unpack_sample(json.loads(json.dumps(pack_sample(sample))))
+    assert again.loss_mask == [1, 0] and [len(ids) for ids in again.kept] == [1, 0]  # type: ignore[arg-type]
 
 
 def test_the_limit_ends_a_response_and_a_chunk_does_not() -> None:

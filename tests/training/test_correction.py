@@ -11,7 +11,7 @@ import torch
 
 from grpo_megatron.algo.losses import LossInputs, reasons_for_old_pass
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, DataConfig
-from grpo_megatron.training.correction import Correction, build_loss
+from grpo_megatron.training.correction import Correction, build_loss, score_norms
 from grpo_megatron.types import Prompt, Sample
 from tests.worlds import ranks
 
@@ -233,3 +233,10 @@ def test_a_rank_without_a_row_joins_the_exchange_of_kept_tokens() -> None:
     assert list(first["rows"]) == [0] and second["rows"] == {}
     assert first["token_weights"] == second["token_weights"]
     assert first["num_mini_batches"] == second["num_mini_batches"]
+
+
+def test_norms_are_above_0_where_rounding_is_larger_than_they_are() -> None:
+    """p = (3/4, 1/4): 1 - 3/2 + 10/16 = 1/8. At p = 1 - 2^-24 a float32 sum of squares 1 - 2^-23 - 2^-24 leaves -2^-24."""
+    squares = torch.tensor([0.625, 1 - 2**-23 - 2**-24])
+    norms = score_norms(torch.tensor([0.75, 1 - 2**-24]).log(), squares).tolist()
+    assert norms == [pytest.approx(0.125), 2**-23]

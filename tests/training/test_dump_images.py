@@ -44,6 +44,18 @@ def test_the_images_of_all_ranks_come_back_in_their_places(tmp_path: Path) -> No
     assert "images" not in mini_batch_tensors(third, [[0]]) and "images" not in mini_batch_tensors(first, [])
 
 
+def test_kept_ids_come_back_in_their_rows(tmp_path: Path) -> None:
+    """The first rank has rows of offline responses alone, whose tokens are of the full vocabulary."""
+    first, second = batch_of([[[0]]]), batch_of([[[0]]], [1])
+    first.kept, second.kept = (
+        None,
+        [torch.tensor([1, *[0] * (len(second.tokens[0]) - second.prompt_lengths[0] - 1), 7])],
+    )
+    batch = read_back(tmp_path, first, second)
+    sizes = [len(tokens) - prompt for tokens, prompt in zip(batch.tokens, batch.prompt_lengths, strict=True)]
+    assert [ids.tolist() for ids in batch.kept] == [*([0] * size for size in sizes[:-1]), second.kept[0].tolist()]
+
+
 def losses(folder: Path, batches: list[Any]) -> list[tuple[float, float]]:
     """The loss and the gradient's norm of each batch, recomputed by one rank."""
     from grpo_megatron.training.dump import recompute
