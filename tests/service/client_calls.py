@@ -31,7 +31,9 @@ assert math.isclose(custom.result().metrics["loss:sum"], forward.metrics["loss:s
 sampler = client.save_weights_and_get_sampling_client().result()
 scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
 given = forward.loss_fn_outputs[0]["logprobs"].data
-assert scored[0] is None and all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(scored[1:], given, strict=True)), scored
+assert scored[0] is None and all(math.isclose(a, b, abs_tol=1e-4) for a, b in zip(scored[1:], given, strict=True)), (
+    scored
+)
 settings = types.SamplingParams(max_tokens=5, stop=["eight"])
 answer = sampler.sample(types.ModelInput.from_ints(tokens[:4]), 3, settings).result()
 assert [len(one.tokens) == len(one.logprobs) <= 5 for one in answer.sequences] == [True] * 3
