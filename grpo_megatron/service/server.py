@@ -145,6 +145,7 @@ class Server:
         self._ready: collections.deque[Job] = collections.deque()  # of models
         self._commands: collections.deque[RankCommand] = collections.deque()  # before all jobs
         self._samples: list[Job] = []
+        self._fetched: dict[str, tuple[float, Path]] = {}  # samples -> when their answer was asked for, their file
         self._arrival = threading.Condition(self.lock)
         self._recall()
 
@@ -252,8 +253,8 @@ class Server:
             if job.is_again:
                 return None
             name = f"{job.kind}/{request.path or f'session-{job.seq:010d}'}"
-            if name in self.store.checkpoints(model.id):
-                if not request.overwrite:
+            if (about := self.store.checkpoints(model.id).get(name)) is not None:
+                if not request.overwrite and about["seq"] != job.seq:  # else a kill came before its answer
                     raise RequestError(f"{name} is there already; choose another name, or set overwrite")
                 self.store.remove_checkpoint(model.id, name)
             return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
@@ -311,6 +312,7 @@ class Server:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
         about = {"time": time.time(), "size": size, "expires": expires, "user_metadata": request.user_metadata}
+        about["seq"] = job.seq
         self.store.write(folder.with_name(f"{folder.name}.json"), about)
         path = f"tinker://{model.id}/{job.kind}/{folder.name}"
         if job.kind == "sampler_weights" and request.path is None:
@@ -600,8 +602,16 @@ class Server:
         if job.answer is None:
             return JSONResponse({"type": "try_again", "request_id": job.id, "queue_state": "active"}, 408)
         if job.kind == "sample":
-            (self.store.folder / "samplers" / job.target.id / f"{job.seq:010d}").unlink(missing_ok=True)
+            self._forget_samples(job)
         return Response(job.answer[1], media_type=job.answer[0])
+
+    def _forget_samples(self, job: Job) -> None:
+        """Remove requests whose answers were fetched a while ago. A kill may come before an answer has arrived."""
+        with self.lock:
+            now = time.monotonic()
+            self._fetched[job.id] = now, self.store.folder / "samplers" / job.target.id / f"{job.seq:010d}"
+            for name in [name for name, (then, _) in self._fetched.items() if then < now - POLL_S]:
+                self._fetched.pop(name)[1].unlink(missing_ok=True)
 
     def _stored_answer(self, request_id: str, owner: str) -> Response:
         name, _, number = request_id.rpartition(":")
