@@ -93,9 +93,8 @@ def optimal_token_baseline(table: GroupTable, config: AlgorithmConfig) -> Advant
             energies.append(list(itertools.accumulate(at_loss_tokens(table, row, table.score_norms[row]))))
         baselines = []
         for t in range(max(lengths[row] for row in rows)):
-            pairs = [
-                (w[t], g[t]) for w, g in zip(energies, returns, strict=True) if t < len(w) and w[t] > 0
-            ]  # 0: unread
+            columns = ((w[t], g[t]) for w, g in zip(energies, returns, strict=True) if t < len(w))
+            pairs = [(w, g) for w, g in columns if w > 0]  # 0: a row that is in no batch
             total = math.fsum(w for w, _ in pairs) if len(pairs) > 1 else 0.0
             baselines.append(math.fsum(w * g for w, g in pairs) / total if total else 0.0)
         for row, gains in zip(rows, returns, strict=True):
