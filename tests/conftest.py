@@ -57,6 +57,7 @@ SLOW = (  # all their tests get the mark: they start engines, jobs or many world
     "parallel/test_exchange.py",
     "rewards/test_pool.py",
     "rollout/",
+    "service/",
     "slurm/test_checkpoints.py",
     "sync/test_patches.py",
     "sync/test_exchange.py",
