@@ -202,6 +202,8 @@ def stream_problems(config: Config) -> Problems:
         yield f"{key}: not with {k.algorithm.source} (file), nor {k.data.sampling.weight} (other than uniform); leave it out"
     for piece in pieces:
         where, is_ranged = f"{key} ({piece.name})", (piece.min_pass_rate, piece.max_pass_rate) != (0, 1)
+        if piece.source is not None and piece.source not in (names := [source.name for source in data.sources]):
+            yield f"{where}: source={piece.source!r} is none of {k.data.sources:key} ({', '.join(names) or 'there are none'})"
         if [one.name for one in pieces].count(piece.name) > 1:
             yield f"{where}: the name is given twice; choose another one"
         if not has_rates and (piece.order != "random" or (is_ranged and data.curriculum.rates == "file")):
@@ -347,11 +349,11 @@ def _function_problems(part: RewardComponent, config: Config) -> Iterator[str]:
 
 
 def _judge_problems(name: str, kwargs: Mapping[str, Any], config: Config) -> Iterator[str]:
-    """Checks that a judge gives up before its worker is killed: a killed worker loses its cache."""
+    """Checks that a judge or a remote reward gives up before its worker is killed: a killed worker loses its cache."""
     limit = kwargs.get("timeout_s", 8.0)
-    if name == "judge" and isinstance(limit, int | float) and limit >= config.reward.timeout_s:
+    if name in ("judge", "remote") and isinstance(limit, int | float) and limit >= config.reward.timeout_s:
         yield (
-            f"the judge's timeout_s={limit:g} is not below {keys_of(config).reward.timeout_s}, after which its worker is"
+            f"the {name}'s timeout_s={limit:g} is not below {keys_of(config).reward.timeout_s}, after which its worker is"
             f" killed; set reward.timeout_s={limit * 1.25:g}"
         )
 

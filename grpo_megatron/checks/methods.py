@@ -607,6 +607,18 @@ def budget_problems(config: Config) -> Problems:
     k, budget = keys_of(config), config.reward.budget
     if budget.folder is None:
         return
+    parts, own = config.reward.components, [source.reward for source in config.data.sources]
+    tables = [config.reward.kwargs, *(part.kwargs for part in parts)]
+    judges = [
+        one for one in tables if "prompt" in one and Path(str(one.get("folder"))).resolve() == budget.folder.resolve()
+    ]
+    if not any(":" in str(name) for name in [config.reward.function, *(part.function for part in parts), *own]):
+        if not judges:
+            yield f"{k.reward.budget.folder}: no judge has this folder, so nothing is counted; set it in the judge's kwargs"
+        elif budget.cost is not None and not any(
+            "price" in pool for table in judges for pool in table.get("judges", ())
+        ):
+            yield f"{k.reward.budget.cost}: no judge of this folder has a price, so the cost stays 0; set it in judges"
     try:
         if over := exceeded(budget.folder, budget.limits):
             yield f"{k.reward.budget:key} has no room for a step: {over}; raise it, or name another folder"

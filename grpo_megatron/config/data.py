@@ -54,12 +54,15 @@ class DataSource(Section):
     """null: data.system_prompt"""
 
 
+Knots = Annotated[list[tuple[int, Annotated[float, Field(ge=0, le=1e9)]]], Field(min_length=1)]
+
+
 class CurriculumPiece(Section):
     """A set of prompts, and its share of each step (data/curriculum.py)."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """in metrics; it seeds the order"""
-    weight: Annotated[float, Field(ge=0, le=1e9)] | list[tuple[int, Annotated[float, Field(ge=0, le=1e9)]]] = 1.0
+    weight: Annotated[float, Field(ge=0, le=1e9)] | Knots = 1.0
     """Relative to the other pieces. A list [[step, weight], ...]: linear between these steps, constant before and after"""
     source: str | None = None
     """a name in data.sources; null: all that are no streams"""

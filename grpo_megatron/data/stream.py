@@ -114,7 +114,8 @@ class StreamPrompts(LazySequence[Prompt]):
         self.reader, self.name, self.seed = reader, str(reader.rows.paths[0]), seed
         stream = RowStream(self.name, seed)
         rows = self.fitting(stream, CHECKED_ROWS)
-        stream.state()  # raises
+        if (state := stream.state())["own"] is not None:
+            stream.load_state(state)  # raises now, not in a resumed run
         prompts = [self.reader.make(*row) for row in rows]
         kinds = {prompt.reward: place for place, prompt in reversed([*enumerate(prompts)])}
         super().__init__(len(prompts), prompts.__getitem__, sorted(kinds.values()))

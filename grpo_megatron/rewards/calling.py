@@ -165,6 +165,8 @@ class BoundReward:
         elif signature.takes_lists:
             rows = [self._values(sample) for sample in samples]
             known, others = _lists([row[0] for row in rows]), _lists([row[1] for row in rows])
+            for name in [one for one in signature.required & known.keys() if not all(one in row[0] for row in rows)]:
+                del known[name]
         else:
             (sample,) = samples
             known, others = self._values(sample)
@@ -250,8 +252,8 @@ class BoundReward:
 
 
 def _lists(rows: Sequence[NamedValues]) -> NamedValues:
-    """Makes one list per name that all rows have."""
-    return {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+    """Makes one list per name that a row has; None stands for a row without it."""
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
 
 
 def _trl_prompt(sample: ItemFields) -> Any:

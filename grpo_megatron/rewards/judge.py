@@ -97,7 +97,7 @@ async def judge_reward(
         body = json.dumps({"model": one["model"], **request}).encode()
         key = result_key("judge", url, body.decode(), list(patterns))
         verdicts = _verdicts.get(key) or cached_result(folder, key)
-        if verdicts is None:
+        if verdicts is None or not all(low <= verdict <= high for verdict in verdicts):  # kept with another range
             try:
                 seconds = (end - time.monotonic() if place else timeout_s) / (
                     len(pool) - place

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.processes.endpoint import EndpointError, EndpointTimeout, check_url, key_of, post_json
-from grpo_megatron.rewards.reward import rewards
+from grpo_megatron.rewards.reward import parse_reward, rewards
 
 VERSION = 1  # of this program's requests and of how it reads replies; in every key
 SPENT: dict[str, float] = {"requests": 0, "tokens": 0, "cost": 0.0}
@@ -146,13 +146,15 @@ async def remote_reward(
     """POSTs {"samples": [{"completion", "answer", "prompt", "columns": {...}}, ...]} to `url`; the reply is
     {"results": [...]}, in order: each a number, or an object with "score" and other numbers, which become metrics.
 
-    `columns` names those of the row that are sent. `folder` keeps results, so that a sample is sent once; `version`, of the
-    service, is in their key. `timeout_s` is for all attempts. Raises ValueError (reply), TimeoutError, ConnectionError.
+    `columns` names those of the row that are sent, where they are not null. `folder` keeps results, so that a sample is sent
+    once; `version`, of the service, is in their key. `timeout_s` is for all attempts. Raises ValueError (reply), TimeoutError,
+    ConnectionError.
     """
     check_url(url, "remote: url")
+    given = [{n: row[n][i] for n in columns if n in row and row[n][i] is not None} for i in range(len(completion))]
     samples = [
-        {"completion": c, "answer": a, "prompt": p, "columns": {name: row[name][i] for name in columns if name in row}}
-        for i, (c, a, p) in enumerate(zip(completion, answer, prompt, strict=True))
+        {"completion": c, "answer": a, "prompt": p, "columns": own}
+        for c, a, p, own in zip(completion, answer, prompt, given, strict=True)
     ]
     keys = [result_key("remote", url, version, sample) for sample in samples]
     known = {key: cached_result(folder, key) for key in keys}
@@ -170,7 +172,9 @@ async def remote_reward(
                 f'the reply of {url} is no {{"results": [{len(unknown)} rewards]}}: {reply[:200]!r}'
             ) from None
         for key, result in new.items():
-            keep_result(folder, key, result)
+            with contextlib.suppress(ValueError):  # it fails its sample, and is asked for again
+                parse_reward(result)
+                keep_result(folder, key, result)
         known |= new
     return [_with_cached(known[key], key not in unknown) for key in keys]
 

@@ -33,6 +33,13 @@ class Sums:
         self.random.setstate((version, tuple(numbers), gauss))
 
 
+class Deaf(Sums):
+    """Loads its own state, and not what JSON makes of its tuples."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.setstate(state["random"])
+
+
 def plain(epoch: int) -> Iterator[dict[str, Any]]:
     """Five rows per pass, without a state."""
     for number in range(5):

@@ -98,6 +98,7 @@ def test_a_stream_is_a_source_beside_files_and_a_piece_of_a_curriculum(run: Path
         ([STREAM + "broken"], None),
         ([STREAM + "wrong"], "row 1: .*'prompt'"),
         ([STREAM + "stateful"], r"its state_dict\(\) is no JSON: TypeError"),
+        ([STREAM + "Deaf"], "cannot be opened: TypeError: state vector must be a tuple"),
         ([STREAM + "plain", "data.filter_overlong_prompts=false"], "longer than data.max_prompt_length=16 tokens"),
         ([STREAM + "Sums", "trainer.total_epochs=2"], "trainer.total_epochs=2: the stream .* has no end"),
         (
@@ -115,6 +116,11 @@ def test_a_stream_is_a_source_beside_files_and_a_piece_of_a_curriculum(run: Path
         ),
         (["data.curriculum.pieces=[{name: a, weight: [[2, 1.0], [9, 0]]}]"], "at step 9 all weights are 0"),
         (["data.curriculum.pieces=[{name: a}, {name: a}]"], "the name is given twice"),
+        (
+            ["data.curriculum.pieces=[{name: a, source: b}]"],
+            r"\(a\): source='b' is none of data.sources \(there are none\)",
+        ),
+        (["data.curriculum.pieces=[{name: a, weight: []}]"], "weight=.*it has 0 entries; give 1 or more"),
     ],
 )
 def test_refused_with_the_reason(run: Path, overrides: list[str], message: str | None) -> None:

@@ -185,6 +185,10 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
         return list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
 
     assert called(batched, monkeypatch, SAMPLE, SAMPLE) == [("sums", "42", 42, {"index": 5})] * 2
+    without = {**SAMPLE, "columns": {}}  # in one batch with a row that has the column
+    assert called(lambda solution_strs, difficulty=None: difficulty, monkeypatch, SAMPLE, without) == [3, None]
+    with pytest.raises(KeyError, match="this sample's row has no 'difficulty'"):
+        called(lambda solution_strs, difficulty: difficulty, monkeypatch, SAMPLE, without)
 
 
 def test_trl(monkeypatch: pytest.MonkeyPatch) -> None:

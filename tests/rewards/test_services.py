@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron.checks.methods import budget_problems
+from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import BudgetConfig, TrainerConfig
 from grpo_megatron.rewards import judge, services
 from grpo_megatron.rewards.judge import judge_reward
 from grpo_megatron.rewards.pool import RewardPool
+from grpo_megatron.rewards.reward import RewardItem
 from grpo_megatron.rewards.services import add_spending, exceeded, record_step, remote_reward, spent
 from grpo_megatron.training.stopping import Stopped, Stopping
 from tests.fakes import LoneMesh
 from tests.rewards.waiting import QuietHandler, serving
+from tests.runs import texts
 
 
 class Service(QuietHandler):
@@ -32,7 +36,8 @@ class Service(QuietHandler):
         type(self).requests.append((self.path, body))
         if self.path == "/score":
             texts = [sample["completion"] for sample in body["samples"]]
-            results: Any = [{"score": len(text), "level": 2.5} if text == "four" else len(text) for text in texts]
+            others = {"four": {"score": 4, "level": 2.5}, "none": "busy"}
+            results: Any = [others.get(text, len(text)) for text in texts]
             reply = {"results": results if "short" not in texts else [1]}
         else:
             if body["model"] == "down":
@@ -213,3 +218,48 @@ def test_a_run_stops_before_a_step_that_could_exceed_its_budget(tmp_path: Path) 
     assert exceeded(folder, {"cost": 12.0, "tokens": 28}) == "21 tokens so far + up to 21 per step, of 28"
     stopping = Stopping(config, LoneMesh(), budget=budget)
     stopping.after(5, save)  # the last step: nothing is to follow
+
+
+def test_what_is_wrong_is_not_kept(options: dict[str, Any], server: str, tmp_path: Path) -> None:
+    """A verdict outside of another run's range, and a result that is no reward, are asked for again."""
+    assert judged("a", options)["verdict"] == 7
+    with pytest.raises(ValueError, match="verdict 7 is not between 0 and 5"):
+        judged("a", options, high=5.0)
+    Service.requests = []
+    for asked in (1, 2):
+        kwargs = {"url": f"{server}/score", "folder": str(tmp_path / "remote")}
+        results = asyncio.run(remote_reward(["none", "b"], ["", ""], ["", ""], **kwargs))
+        assert results[1]["score"] == 1 and results[0]["score"] == "busy"
+        assert len(Service.requests) == asked
+
+
+def test_columns_of_some_samples_reach_their_service(server: str, tmp_path: Path) -> None:
+    Service.requests = []
+    items = [RewardItem("remote", text, "42", columns=columns) for text, columns in (("a", {"level": 3}), ("b", {}))]
+    with RewardPool(1, 300.0, {"url": f"{server}/score", "columns": ["level"], "timeout_s": 60}) as pool:
+        pool.grade(items)
+    ((_, body),) = Service.requests
+    sent = {sample["completion"]: sample["columns"] for sample in body["samples"]}
+    assert sent == {"a": {"level": 3}, "b": {}}  # in one request
+
+
+@pytest.mark.parametrize(
+    ("judge_kwargs", "message"),
+    [
+        ("folder: FOLDER, judges: [{base_url: u, model: m, price: [1, 2]}]", None),
+        ("folder: other, judges: [{base_url: u, model: m, price: [1, 2]}]", "no judge has this folder"),
+        ("judges: [{base_url: u, model: m, price: [1, 2]}]", "no judge has this folder"),
+        (
+            "folder: FOLDER, judges: [{base_url: u, model: m}]",
+            "reward.budget.cost=5: no judge of this folder has a price",
+        ),
+    ],
+)
+def test_a_budget_that_counts_nothing_is_refused(tmp_path: Path, judge_kwargs: str, message: str | None) -> None:
+    folder, config = str(tmp_path / "shared"), tmp_path / "run.yaml"
+    config.write_text("model: {path: m}\ndata: {task: arithmetic}\ntrainer: {total_training_steps: 9}\n")
+    kwargs = f"reward.kwargs={{prompt: p, {judge_kwargs.replace('FOLDER', folder)}}}"
+    budget = f"reward.budget={{folder: {folder}, cost: 5}}"
+    problems = texts(budget_problems(load_config(config, ["reward.function=judge", kwargs, budget])))
+    assert len(problems) == (message is not None) and (message or "") in "".join(problems)
+    assert not [*budget_problems(load_config(config, ["reward.function=mine:score", budget]))]
