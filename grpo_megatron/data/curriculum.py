@@ -59,7 +59,8 @@ class Curriculum(Sampler[Prompt]):
         self.rates: Rates = np.array([one.pass_rate for one in prompts] if has_rates else [math.nan] * len(prompts))
         self.credits, self.places = [0.0] * len(config.pieces), [0] * len(config.pieces)
         self.numbers: dict[str, int] = {}  # uid of a prompt that was sampled -> its index, where rates are learnt
-        self.counts: Counter[str] = Counter()  # prompts of the last call, by piece
+        self.counts: Counter[str] = Counter()  # prompts of the last step, by piece
+        self.step = -1  # of the last call
         self.orders = [None if piece.source in streams else self._order(piece) for piece in config.pieces]
 
     def _order(self, piece: CurriculumPiece) -> _Ordered:
@@ -103,7 +104,9 @@ class Curriculum(Sampler[Prompt]):
                 self.credits[k] += weights[k] / total
             chosen.append(max(usable, key=lambda k: self.credits[k]))
             self.credits[chosen[-1]] -= 1
-        self.counts = Counter(self.pieces[k].name for k in chosen)
+        self.counts = self.counts if step == self.step else Counter()  # a step of dynamic sampling has several calls
+        self.counts.update(self.pieces[k].name for k in chosen)
+        self.step = step
         read = {
             k: iter(self.streams[str(self.pieces[k].source)].items_from(0, chosen.count(k), step))
             for k in usable

@@ -50,6 +50,13 @@ def test_shares_follow_the_schedule_and_bands_select() -> None:
     assert counts == [*range(11), 10]
 
 
+def test_counts_are_of_a_step() -> None:
+    mixed = curriculum({"name": "a"}, {"name": "b"})
+    for step, count in ((3, 4), (3, 2), (4, 2)):
+        mixed.items_from(0, count, step)
+        assert mixed.counts.total() == (6 if count == 2 and step == 3 else count)
+
+
 def test_a_piece_is_one_source_and_has_epochs_of_its_own() -> None:
     mixed = curriculum({"name": "one", "source": "a", "weight": 1}, {"name": "rest", "weight": 3})
     drawn = numbers(mixed.items_from(0, 24))
