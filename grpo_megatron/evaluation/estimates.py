@@ -45,24 +45,30 @@ def reported_ks(n: int) -> list[int]:
     return sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n})
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Compute the 95 % bootstrap interval of the mean. Of equal values, both ends are that value."""
+def interval(values: Sequence[float], weights: Sequence[float] = ()) -> tuple[float, float]:
+    """Compute the 95 % bootstrap interval of the (weighted) mean. Of equal values, both ends are that value."""
     if len(set(values)) == 1:
         return float(values[0]), float(values[0])
     generator, array = np.random.default_rng(0), np.asarray(values, dtype=np.float64)
+    weight = np.asarray(weights or [1.0] * len(array))
     rows, means = max(1, 1_000_000 // len(array)), []  # resamplings that are in memory together
     for first in range(0, RESAMPLES, rows):
         chosen = generator.integers(0, len(array), (min(rows, RESAMPLES - first), len(array)), dtype=np.int32)
-        means.append(array[chosen].mean(axis=1))
+        means.append((array * weight)[chosen].sum(axis=1) / weight[chosen].sum(axis=1))
     low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
     return float(low), float(high)
 
 
-def estimate(values: Sequence[float]) -> dict[str, float]:
-    """Estimate {"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits."""
-    mean = sum(values) / len(values)
-    is_share = set(values) <= {0.0, 1.0} or (len(set(values)) == 1 and 0 <= mean <= 1)
-    low, high = wilson(mean, len(values)) if is_share else interval(values)
+def estimate(values: Sequence[float], weights: Sequence[float] = ()) -> dict[str, float]:
+    """Estimate {"value", "low", "high", "problems"} of the mean over problems, rounded to 6 digits.
+
+    `weights`, of each problem: of the weighted mean, such as one over all instructions of all prompts.
+    """
+    weights = weights or [1.0] * len(values)
+    mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+    all_equal = len(set(values)) == 1 and 0 <= mean <= 1
+    is_share = all_equal or (set(values) <= {0.0, 1.0} and len(set(weights)) == 1)
+    low, high = wilson(mean, len(values)) if is_share else interval(values, weights)
     return {"value": round(mean, 6), "low": round(low, 6), "high": round(high, 6), "problems": len(values)}
 
 

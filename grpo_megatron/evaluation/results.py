@@ -104,8 +104,12 @@ def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> 
 
 
 def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
-    """Tell whether a grader has given rewards besides 0 and 1. Then their mean is the score, and not a share of right answers."""
-    return any(sample.grades[column].score not in (0, 1) for problem in graded for sample in problem.samples)
+    """Tell whether a grader has given rewards besides 0 and 1. Then their mean is the score, and not a share of right answers.
+
+    Problems with weights have means, too: their rewards are shares, also where all of these are 0 or 1.
+    """
+    grades = [sample.grades[column] for problem in graded for sample in problem.samples]
+    return any(one.score not in (0, 1) or one.weight != 1 for one in grades)
 
 
 def grade_samples(
@@ -186,23 +190,19 @@ def _grader_scores(run: TaskRun, graded: list[GradedProblem], column: int, grade
 def _plain_scores(graded: list[GradedProblem], column: int, grader: str, is_mean: bool) -> Scores:
     """Compute the greedy answers' score, and the mean of the others, as far as there are any; of an environment, both kinds."""
     scores = {}
-    weights = [item.samples[0].grades[column].weight for item in graded]
-    mean_weight = sum(weights) / len(
-        weights
-    )  # of these problems: a mean of weighted scores is one over all instructions
+    weights = [max(sample.grades[column].weight for sample in item.samples) for item in graded]  # 1 of a failed grader
     for is_reward in (True, False) if is_mean and grader == ENVIRONMENT else (is_mean,):
-        rows = [
-            [
-                (one.score if is_reward else float(one.correct)) * weight / mean_weight
-                for one in (sample.grades[column] for sample in item.samples)
-            ]
-            for item, weight in zip(graded, weights, strict=True)
-        ]
+        grades = [[sample.grades[column] for sample in item.samples] for item in graded]
+        rows = [[one.score if is_reward else float(one.correct) for one in row] for row in grades]
         has_greedy = graded[0].greedy() is not None
         if has_greedy:
-            scores[f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)"] = estimate([row[0] for row in rows])
+            scores[f"{MEAN_REWARD} (greedy)" if is_reward else "pass@1 (greedy)"] = estimate(
+                [row[0] for row in rows], weights
+            )
         if n := len(rows[0]) - has_greedy:
-            scores[f"{MEAN_REWARD if is_reward else 'avg'}@{n}"] = estimate([sum(row[-n:]) / n for row in rows])
+            scores[f"{MEAN_REWARD if is_reward else 'avg'}@{n}"] = estimate(
+                [sum(row[-n:]) / n for row in rows], weights
+            )
     return scores
 
 

@@ -106,10 +106,21 @@ def test_a_share_of_all_instructions_weighs_problems_by_their_number() -> None:
         class answers:
             samples = 0
 
+    def scores(graded: list[GradedProblem], column: int) -> dict[str, float]:
+        with RewardPool() as pool:
+            return _grader_scores(Run, graded, column, "instructions_each", pool)["mean reward (greedy)"]  # type: ignore[arg-type]
+
     graded = [problem(0, 1.0, 1.0), problem(1, 1 / 3, 3.0)]
-    with RewardPool() as pool:
-        scores = [_grader_scores(Run, graded, column, "instructions_each", pool) for column in (0, 1)]  # type: ignore[arg-type]
-    assert [round(one["mean reward (greedy)"]["value"], 6) for one in scores] == [0.5, round(2 / 3, 6)]
+    assert [scores(graded, column)["value"] for column in (0, 1)] == [0.5, round(2 / 3, 6)]
+    # the interval's ends are means, too: of the resamplings {0, 0} and {1, 1} here
+    assert scores([problem(0, 1.0, 1.0), problem(1, 0.0, 3.0)], 0) == {
+        "value": 0.25,
+        "low": 0,
+        "high": 1,
+        "problems": 2,
+    }
+    best = scores([problem(0, 1.0, 1.0), problem(1, 1.0, 3.0)], 0)  # Wilson's of 2 of 2
+    assert (best["value"], best["low"], best["high"]) == (1, pytest.approx(0.342380), 1)
 
 
 @pytest.mark.soak
