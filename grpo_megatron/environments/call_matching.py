@@ -35,7 +35,7 @@ def calls_reward(
         )
     try:
         calls = read_calls(completion)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # no calls: text
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # no calls: text, or {[1]: 2}
         calls = []
     right = match_calls(calls, allowed, schemas) if allowed else bool(calls) is id.startswith("live_relevance")
     return {"score": float(right), "acc": float(right)}
@@ -101,7 +101,7 @@ def match_calls(calls: Sequence[Named], allowed: Sequence[Mapping[str, Schema]],
 
 def _fits(arguments: Mapping[str, Any], values: Schema, schema: Schema) -> bool:
     known = schema["properties"]
-    if not all(name in arguments for name in schema["required"]):
+    if not all(name in arguments for name in schema.get("required", ())):
         return False
     if not all(name in arguments or "" in options for name, options in values.items()):
         return False

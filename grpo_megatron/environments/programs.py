@@ -5,8 +5,9 @@ evalplus/humanevalplus, mbppplus     the row's `test` runs to its end behind it,
 livecodebench/code_generation_lite   `testtype` stdin: each run prints the output of the test, line by line as text or as
                                      decimals; functional: `Solution().f(...)` equals it, f as `metadata` says
 
-The program is the last block in backticks behind the thought, or the whole answer; one without the function that the row names
-continues the prompt, as those of base models do. Departures from the public graders are in docs/evaluation.md.
+The program is the last block in backticks behind the thought, or the last with the function that the row names (an example of its
+use may follow). Without a block it is the whole answer; one without that function continues the prompt, as those of base
+models do. Departures from the public graders are in docs/evaluation.md.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from grpo_megatron.rewards.reward import rewards
 
 TESTED_S, TEST_S, TOTAL_S = 10.0, 6.0, 60.0  # a row's `test`; one test of LiveCodeBench, as there; all of its tests
 MEMORY_MIB = 4096  # as evalplus and LiveCodeBench
-_BLOCK = re.compile(r"^[ \t]*```[\w+-]*[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
+LIMITS = ProgramLimits(memory_mib=MEMORY_MIB, max_printed=1 << 24)  # a right output may have some MB
+_BLOCK = re.compile(r"^[ \t]*```[\w+-]*[ \t\r]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _STARS = (
     "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
 )
@@ -54,11 +56,10 @@ __found__ = [list(value) if isinstance(value, tuple) else value for value in __f
 
 def program_of(completion: str, prompt: str = "", entry_point: str = "") -> str:
     """Returns the program of an answer."""
-    text = completion.rpartition("</think>")[2]
+    text, function = completion.rpartition("</think>")[2], re.compile(rf"def\s+{re.escape(entry_point)}\b")
     if blocks := _BLOCK.findall(text):
-        return str(blocks[-1])
-    is_whole = not entry_point or re.search(rf"def\s+{re.escape(entry_point)}\b", text)
-    return text if is_whole else str([prompt, *_BLOCK.findall(prompt)][-1]) + text
+        return str(([one for one in blocks if entry_point and function.search(one)] or blocks)[-1])
+    return text if not entry_point or function.search(text) else str([prompt, *_BLOCK.findall(prompt)][-1]) + text
 
 
 def check_isolation(*, unsafe: bool = False, **_: object) -> None:
@@ -100,7 +101,7 @@ def _found(code: str, tests: str, kind: str, seconds: float) -> Any:
     """Runs `tests` behind the program; returns what they found, None where either failed or it is no plain data."""
     mark = secrets.token_hex(16)
     program = HARNESS.format(code=code, tests=tests, mark=mark)
-    text, problem = run_program(program, ProgramLimits(seconds, MEMORY_MIB), kind)
+    text, problem = run_program(program, LIMITS._replace(timeout_s=seconds), kind)
     try:
         return None if problem else ast.literal_eval(text.partition(mark)[2].strip())
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -110,7 +111,7 @@ def _found(code: str, tests: str, kind: str, seconds: float) -> Any:
 def _passes_runs(program: str, cases: Sequence[Mapping[str, str]], kind: str) -> bool:
     end = time.monotonic() + TOTAL_S
     for case in cases:
-        limits = ProgramLimits(min(TEST_S, end - time.monotonic()), MEMORY_MIB)
+        limits = LIMITS._replace(timeout_s=min(TEST_S, end - time.monotonic()))
         text, problem = run_program(program, limits, kind, case["input"]) if limits.timeout_s > 0 else ("", "late")
         if problem or not same_output(text, case["output"]):
             return False

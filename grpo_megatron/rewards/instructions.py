@@ -55,9 +55,15 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
 
 
 def check_packages(**_: object) -> None:
-    """Raises ValueError where neither library of checkers is installed. Imports none of them."""
+    """Raises ValueError without a library of checkers, or the data that both need. Imports no checkers."""
     if missing := [one for one in CHECKER_PACKAGES if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
+    import nltk
+
+    try:
+        nltk.data.find(DATA[0])
+    except LookupError:
+        raise ValueError(f"NLTK has no {DATA[0]}; {INSTALL}") from None
 
 
 def followed(

@@ -63,6 +63,7 @@ VERDICTS: list[tuple[str, list[Any], bool]] = [
     ("[trip.plan(city='NYC', stops=[{'size': 1}])]", ONE, False),
     ("[trip.plan(city='NYC', mode='car')]", ONE, False),
     ("[trip.plan(days=3)]", ONE, False),
+    ("[trip.plan(city='NYC', about={[1]: 2})]", ONE, False),
     ("[trip_plan(city='NYC')]", ONE, False),
     ("[now(), trip.plan(city='NYC')]", TWO, True),
     ("[trip.plan(city='NYC'), trip.plan(city='NYC')]", TWO, False),
@@ -120,6 +121,8 @@ def test_other_forms_of_calls_and_of_rows() -> None:
     assert not right("[trip.plan(city=where.to)]", ONE)  # unreadable, as to BFCL
     with pytest.raises(ValueError, match="no schema in `function` is called 'later'"):
         right("[now()]", [{"later": {}}])
+    loose = {"name": "f", "parameters": {"properties": {"x": {"type": "integer"}}}}  # "required" may be absent
+    assert calls_reward("[f()]", '[{"f": {"x": [1, ""]}}]', function=[loose])["score"] == 1
     schema = {"name": "f", "parameters": {"properties": {"x": {"type": "String"}}, "required": []}}
     with pytest.raises(ValueError, match="the type 'String' is none of string"):
         calls_reward("[f(x='')]", '[{"f": {"x": ["a"]}}]', function=[schema])

@@ -128,6 +128,7 @@ TEST = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidat
         ("```python\ndef square(x):\n    return x ** 2\n```", 1),
         ("def square(x):\n    print('#' * 3_000_000)\n    return x ** 2\nprint(__name__)", 1),
         ("def square(x):\n    return 2 * x", 0),
+        ("```python\r\ndef square(x):\r\n    return x * x\r\n```\r\n", 1),
         ("import os\ndef square(x):\n    os._exit(0)", 0),
         ("def square(x):\n    return x ** 2\nraise SystemExit(0)", 0),
         ("__found__ = 1\ndef square(x):\n    return x ** 2", 1),
@@ -146,12 +147,16 @@ def test_time_and_wrong_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_signature(programs_reward).columns({}) == columns  # what a worker gets of a row
     monkeypatch.setattr(programs, "TESTED_S", 0.5)
     assert reward("def square(x):\n    while True: pass", test=TEST, entry_point="square") == 0
+    many = "\n".join(map(str, range(200_000)))  # 1.3 MB
+    assert reward("print(*range(200_000), sep='\\n')", public_test_cases=cases([("", many)], "stdin")) == 1
     with pytest.raises(ValueError, match="the row has no tests: neither `test`"):
         reward("x = 1")
     hostile = base64.b64encode(zlib.compress(b"cos\nsystem\n(S'true'\ntR.")).decode()
     with pytest.raises(ValueError, match=r"names os.system; only a text is read"):
         read_tests(hostile)
     assert program_of("a\n```py\nx\n```\n```\ny\n```") == "y\n"
+    shown = "```\ndef f(): 1\n```\nIts use:\n```\nf()\n```"
+    assert program_of(shown, entry_point="f") == "def f(): 1\n" and program_of(shown, entry_point="g") == "f()\n"
     assert not same_output("50000000000000001", "50000000000000000") and same_output("1e2 2", "100 2.0")
 
 

@@ -8,7 +8,9 @@ responses to random instructions of IFEval had the verdicts of lm-eval 0.4.13.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +94,16 @@ def test_missing_packages_are_named_before_a_run() -> None:
         ValueError, match=r"the checkers of ifbench are not installed \(No module named .*; pip install"
     ):
         instructions.load_checkers("ifbench")
+
+
+def test_missing_data_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> None:
+        raise LookupError
+
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(data=SimpleNamespace(find=find)))
+    monkeypatch.setattr(instructions.importlib.util, "find_spec", lambda _: True)
+    with pytest.raises(ValueError, match="'instructions' cannot be called: NLTK has no tokenizers/punkt_tab; pip"):
+        check_reward("instructions")
 
 
 def test_a_share_of_all_instructions_weighs_problems_by_their_number() -> None:

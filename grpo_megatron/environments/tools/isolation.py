@@ -45,6 +45,7 @@ class ProgramLimits(NamedTuple):
     timeout_s: float = 10.0
     memory_mib: int = 1024
     file_mib: int = 16  # of each file, and of the output
+    max_printed: int = MAX_PRINTED
 
 
 @functools.cache
@@ -117,9 +118,9 @@ def run_program(code: str, limits: ProgramLimits, kind: str, stdin: str = "") ->
         ended = process.wait()
         size = printed.seek(0, os.SEEK_END)
         printed.seek(0)
-        text = printed.read(MAX_PRINTED).decode("utf-8", "replace")
-    if size > MAX_PRINTED:
-        problem = f"the program has printed more than {MAX_PRINTED} bytes"
+        text = printed.read(limits.max_printed).decode("utf-8", "replace")
+    if size > limits.max_printed:
+        problem = f"the program has printed more than {limits.max_printed} bytes"
     if ended and not problem:  # bwrap returns 128 + signal
         problem = f"the program has ended: {describe_exit(128 - ended if 128 < ended <= 128 + 64 else ended)}"
     return text, problem
