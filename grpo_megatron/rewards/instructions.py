@@ -58,10 +58,9 @@ def check_packages(**_: object) -> None:
     """Raises ValueError without a library of checkers, or the data that both need. Imports no checkers."""
     if missing := [one for one in CHECKER_PACKAGES if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
-    import nltk
-
     try:
-        nltk.data.find(DATA[0])
+        if importlib.util.find_spec("nltk"):
+            importlib.import_module("nltk").data.find(DATA[0])
     except LookupError:
         raise ValueError(f"NLTK has no {DATA[0]}; {INSTALL}") from None
 
