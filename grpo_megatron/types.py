@@ -395,9 +395,7 @@ class Batch:
     kept: list[Tensor] | None = None
     # rows of a micro-batch -> what its first pass has recorded (models/layers/routes.py); None: nothing is recorded
     recorded_routes: dict[tuple[int, ...], Any] | None = None
-    targets: list[Tensor] | None = (
-        None  # B tensors of int64 [response] that are scored; None: the response's own tokens
-    )
+    targets: list[Tensor] | None = None  # B tensors of int64 [response] that are scored; None: the response's own
     teacher: TeacherScores | None = None  # None: no distillation
     teacher_prompts: list[tuple[str, tuple[int, ...], Any]] = field(
         default_factory=list

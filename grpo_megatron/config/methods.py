@@ -75,12 +75,8 @@ def unknown_method(name: str) -> str:
     return f"there is no such method{did_you_mean(name, methods())} (known: {', '.join(methods())})"
 
 
-MAY_DIFFER = {
-    "actor.use_kl_loss",
-    "actor.kl_loss_type",
-    "actor.loss_agg_mode",
-    "algorithm.kl_ctrl.type",
-}  # and it is the same
+# A config may differ in these from a method, and be that method.
+MAY_DIFFER = {"actor.use_kl_loss", "actor.kl_loss_type", "actor.loss_agg_mode", "algorithm.kl_ctrl.type"}
 
 
 def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:

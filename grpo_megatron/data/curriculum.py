@@ -3,9 +3,9 @@
 Piece k has the share w_k(s) / sum(w(s)) of step s, w between the steps of its schedule being linear. Every prompt adds its
 shares to the credits of the pieces that have a prompt; the one with the largest credit gives it and pays 1 (smooth weighted
 round robin), so that with constant weights each piece stays within about a prompt of its share (1.2 was the most, measured in
-4,000 random mixes of 3 to 20 pieces). Each piece goes through its prompts in
-epochs of its own. The order is a function of (data.seed, steps so far), and with `rates: run` of the rewards, too: both are the
-same in every layout. A checkpoint has the credits, the places and the rates.
+4,000 random mixes of 3 to 20 pieces). Each piece goes through its prompts in epochs of its own. The order is a function of
+(data.seed, steps so far), and with `rates: run` of the rewards, too: both are the same in every layout. A checkpoint has the
+credits, the places and the rates.
 """
 
 from __future__ import annotations

@@ -44,9 +44,7 @@ class Grade:
     status: Literal["ok", "error", "timeout", "none"] = "ok"
     message: str = ""
     reward: float | None = None
-    weight: float = (
-        1.0  # in a mean over problems: what the grader reports as "acc_weight", such as the number of instructions
-    )
+    weight: float = 1.0  # in a mean over problems: the grader's "acc_weight", such as the number of instructions
 
     @property
     def format_ok(self) -> bool:

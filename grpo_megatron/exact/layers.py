@@ -156,8 +156,8 @@ def exact_logprobs(
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [N] of `targets` and entropies [N], as `head.vocab_parallel_logprobs`, whole gradients of `hidden`."""
-    cut = None if kept is None else functools.partial(kept.outside, first=tp_rank * weight.shape[0])
     first, size = tp_rank * weight.shape[0], rowwise.block_size(vocab_size)
+    cut = None if kept is None else functools.partial(kept.cut, first=first)
     weight = weight[: max(0, vocab_size - first)]
     return _Logprobs.apply(hidden, weight, targets - first, size, temperature, chunk, group, cut)  # type: ignore[no-any-return]
 
@@ -213,10 +213,7 @@ class _Logprobs(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, ctx: Any, number: int) -> Tensor:
     logits = rowwise.product(hidden, weight).float() / ctx.temperature
-    if ctx.cut is None:
-        return logits
-    chunk = slice(number * ctx.chunk, (number + 1) * ctx.chunk)
-    return logits.masked_fill_(ctx.cut(chunk, width=len(weight)), -1e30)  # MASKED_LOGIT of layers/head.py
+    return logits if ctx.cut is None else ctx.cut(logits, slice(number * ctx.chunk, (number + 1) * ctx.chunk))
 
 
 class ExactAttention(torch.nn.Module):

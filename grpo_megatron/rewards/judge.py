@@ -26,7 +26,7 @@ OPTIONS = {"temperature": 0, "max_tokens": 512}
 MAX_PROMPT_FILE = 1 << 18  # bytes
 FIELDS = re.compile(r"\{(question|response|answer|criteria)\}")
 
-JUDGE_KEYS = dict.fromkeys(("base_url", "model", "api_key_env", "requests_per_minute", "price"))
+JUDGE_KEYS = ("base_url", "model", "api_key_env", "requests_per_minute", "price")
 _verdicts: OrderedDict[str, list[float]] = OrderedDict()  # of this process; key of url, request, patterns -> verdicts
 
 
@@ -99,9 +99,8 @@ async def judge_reward(
         verdicts = _verdicts.get(key) or cached_result(folder, key)
         if verdicts is None or not all(low <= verdict <= high for verdict in verdicts):  # kept with another range
             try:
-                seconds = (end - time.monotonic() if place else timeout_s) / (
-                    len(pool) - place
-                )  # the others have theirs
+                left = end - time.monotonic() if place else timeout_s
+                seconds = left / (len(pool) - place)  # the others have theirs
                 credential = key_of(one.get("api_key_env"), "judge: api_key_env")
                 seconds -= await wait_for_slot(folder, url, one.get("requests_per_minute"), seconds)
                 reply, attempts = await ask(url, body, credential, retries, seconds, "judge")

@@ -171,7 +171,7 @@ class RewardPool(PoolClient):
             self._fail(numbers, "error", self._unloadable[name])
             return
         reward = self._queue.reward(name)
-        timeout_s = max(self.timeout_s, reward.least_timeout_s)
+        timeout_s = self._limit(name)
         request = {"name": name, "samples": [], "timeout_s": timeout_s}
         if name not in worker.loaded:  # a request of its own: imports have more time than samples
             worker.loaded.add(name)
@@ -181,6 +181,10 @@ class RewardPool(PoolClient):
         samples = [reward.sample(self._items[number]) for number in numbers]
         seconds = timeout_s * (1 if reward.is_quick else len(numbers))
         self._processes.submit(worker.key, {**request, "samples": samples}, seconds)
+
+    def _limit(self, name: str) -> float:
+        """Returns the seconds of a sample."""
+        return max(self.timeout_s, self._queue.reward(name).least_timeout_s)
 
     def _accept(self, key: str, answer: ProcessAnswer) -> None:
         """Takes an answer of a process: that to the oldest call of the worker `key`."""
@@ -206,8 +210,7 @@ class RewardPool(PoolClient):
         status: Literal["error", "timeout"] = "timeout" if answer["status"] == "timeout" else "error"
         message = f"the reward's process {answer['message']}"
         if status == "timeout":
-            limit = max(self.timeout_s, self._queue.reward(name).least_timeout_s)
-            reason = f"{limit:g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
+            reason = f"{self._limit(name):g} s (reward.timeout_s)" if numbers else f"{STARTUP_TIMEOUT_S:g} s"
             message = f"no result after {reason}; killed"
         message += answer["output"]
         for other, items in reversed(worker.calls):

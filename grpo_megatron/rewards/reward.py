@@ -201,9 +201,7 @@ class RewardFacts:
     compares: bool = False  # of a batched one: its one batch is all that an engine has generated, by prompt and sample
     reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
     preload: Callable[[], None] | None = None  # slow imports, run before the first sample is timed
-    check: Callable[..., None] | None = (
-        None  # gets `reward.kwargs`; raises ValueError where a machine lacks what it needs
-    )
+    check: Callable[..., None] | None = None  # of `reward.kwargs`; raises ValueError where the machine lacks something
     least_timeout_s: float = 0.0  # per sample, where reward.timeout_s is less
 
     def __post_init__(self) -> None:

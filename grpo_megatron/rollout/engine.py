@@ -140,9 +140,7 @@ class Completion:
     """One response. The token that stopped it, or completed a stop text, is its last one."""
 
     response_ids: list[int]
-    logprobs: list[
-        float
-    ]  # of each token under the distribution that it was sampled from, after temperature and truncation
+    logprobs: list[float]  # of each token under the distribution that it was sampled from (temperature and truncation)
     finish_reason: str  # "stop" | "length"
     routes: TokenRoutes = field(default=None, compare=False)  # of prompt and response without the last, unread token
     # of each token; None: `Request.max_kept` ids or more. Empty where `max_kept` is 0

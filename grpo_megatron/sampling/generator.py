@@ -215,20 +215,22 @@ class Generator:
         """Wait for the rewards of `samples`, all that this replica has sampled. Collective. Raises RankError as `sample` does."""
         with metrics.phase("reward"):  # what is left of the grading
             self.mesh.agree(self.grading.finish())
+            self.record_kept(samples, metrics)
             what = f"step {version}" if round_id >= 0 else f"the validation before step {version}"
             known = samples if self.mesh.is_replica_leader else []
-            self.record_kept(samples, metrics)
             check_failures(what, known, self.max_failed_ratio, self.mesh)
 
     def record_kept(self, samples: Sequence[Sample], metrics: Metrics) -> None:
         """Record how many tokens `rollout.top_k`, `top_p` and `min_p` left, and the bytes of their ids."""
         leader = metrics.when(self.mesh.is_replica_leader)
-        for sample in (sample for sample in samples if sample.kept):
+        known = [sample for sample in samples if sample.kept]
+        for sample in known:
             sizes = [0 if ids is None else len(ids) for ids in sample.kept]
             leader.mean("rollout/kept_tokens/mean", sum(sizes), sum(size > 0 for size in sizes))
             leader.max("rollout/kept_tokens/max", max(sizes))
             leader.mean("rollout/kept_tokens/bytes_per_token", 4 * (len(sizes) + sum(sizes)), len(sizes))
-            leader.mean("rollout/kept_tokens/unknown_ratio", self.num_unknown, len(sizes))
+        if known:
+            leader.mean("rollout/kept_tokens/unknown_ratio", self.num_unknown, sum(len(one.kept) for one in known))
             self.num_unknown = 0
 
     def record_cache(self, metrics: Metrics) -> None:

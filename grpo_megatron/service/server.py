@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response
 from grpo_megatron.config import ServiceConfig
 from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service import wire
-from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject, Store
+from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject, Store, numbered
 from grpo_megatron.service.wire import RequestError, read_json_request
 from grpo_megatron.service.work import Sampled, SampleJob
 
@@ -154,10 +154,12 @@ class Server:
             self.sessions[name] = Session(name, content["owner"], time.monotonic(), content["is_over"])
         for name, content in self.store.read_all("models"):
             model = self.models[name] = Model(name, content["owner"], content["session"], content["origin"])
-            model.next_seq, requests = self._after_snapshot(model)
+            snapshot, home = self.store.snapshot(name), self.store.model(name)
+            model.next_seq = 1 + (snapshot[0] if snapshot else 0)
+            requests = {seq for seq in self.store.numbers(home / "requests") if seq >= model.next_seq}
             while model.next_seq in requests:
                 model.next_seq += 1
-            if requests.keys() - self.store.answered(name) and not self.sessions[model.session].is_over:
+            if requests.difference(self.store.numbers(home / "results")) and not self.sessions[model.session].is_over:
                 self._restore(model)
         for name, content in self.store.read_all("samplers"):
             folder = None if content["folder"] is None else Path(content["folder"])
@@ -166,13 +168,6 @@ class Server:
             for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
                 with contextlib.suppress(RequestError):
                     self._add_sample(sampler, seq, read_json_request(wire.SampleRequest, body))
-
-    def _after_snapshot(self, model: Model) -> tuple[int, dict[int, bytes]]:
-        """Returns the number of the first request after the last snapshot, and the requests from there on."""
-        snapshot = self.store.snapshot(model.id)
-        first = 1 + (snapshot[0] if snapshot else 0)
-        requests = self.store.requests(self.store.model(model.id) / "requests")
-        return first, {seq: body for seq, body in requests.items() if seq >= first}
 
     def _restore(self, model: Model) -> None:
         """Bring a model into memory: its last snapshot or its beginning, and then the requests since, again."""
@@ -192,9 +187,11 @@ class Server:
             self._commands.append(RankCommand("load", (model.id, source, model.lora), options, model=model))
         else:
             self._commands.append(RankCommand("create", (model.id, model.lora), model=model))
-        _, requests = self._after_snapshot(model)
-        answered = self.store.answered(model.id)
-        for seq, body in sorted(requests.items()):
+        folder, first = self.store.model(model.id), 1 + (snapshot[0] if snapshot else 0)
+        answered = self.store.numbers(folder / "results")
+        for seq, body in self.store.requests(folder / "requests").items():
+            if seq < first:
+                continue
             job = self._read_job(model, seq, body)
             job.is_again = seq in answered
             if not job.is_again:
@@ -293,7 +290,7 @@ class Server:
                 if model.steps >= self.config.snapshot_steps:
                     self._take_snapshot(model, command.jobs[0].seq)
             elif command.method == "save" and not command.jobs:
-                self.store.has_snapshot(model.id, int(command.arguments[1].name.removeprefix("state_")))
+                self.store.remove_replaced(model.id, int(command.arguments[1].name.removeprefix("state_")))
 
     def _take_snapshot(self, model: Model, seq: int) -> None:
         model.steps = 0
@@ -327,7 +324,7 @@ class Server:
             content = json.dumps({"error": error, "category": category}).encode()
         job.answer, job.request = (media, content), None
         if isinstance(job.target, Model) and job.seq:
-            place = self.store.model(job.target.id) / "results" / f"{job.seq:010d}"
+            place = numbered(self.store.model(job.target.id) / "results", job.seq)
             self.store.write(place, (b"P" if media == wire.PROTOBUF else b"J") + content)
         if len(self.jobs) > MAX_KEPT_ANSWERS:
             for old in [one.id for one in self.jobs.values() if one.answer is not None][: MAX_KEPT_ANSWERS // 10]:
@@ -467,7 +464,7 @@ class Server:
             if seq >= model.next_seq and seq not in model.waiting:
                 self._check_room()
                 self._restore(model)
-                self.store.write(self.store.model(model.id) / "requests" / f"{seq:010d}", body)
+                self.store.write(numbered(self.store.model(model.id) / "requests", seq), body)
                 self.jobs[job.id] = model.waiting[seq] = job
                 while model.next_seq in model.waiting:
                     self._ready.append(model.waiting.pop(model.next_seq))
@@ -556,7 +553,7 @@ class Server:
         if request_id not in self.jobs:
             self._check_room()
             self._add_sample(sampler, request.seq_id, request)
-            self.store.write(self.store.folder / "samplers" / sampler.id / f"{request.seq_id:010d}", body)
+            self.store.write(numbered(self.store.folder / "samplers" / sampler.id, request.seq_id), body)
             self._arrival.notify()
         return {
             "request_id": request_id,
@@ -609,7 +606,7 @@ class Server:
         """Remove requests whose answers were fetched a while ago. A kill may come before an answer has arrived."""
         with self.lock:
             now = time.monotonic()
-            self._fetched[job.id] = now, self.store.folder / "samplers" / job.target.id / f"{job.seq:010d}"
+            self._fetched[job.id] = now, numbered(self.store.folder / "samplers" / job.target.id, job.seq)
             for name in [name for name, (then, _) in self._fetched.items() if then < now - POLL_S]:
                 self._fetched.pop(name)[1].unlink(missing_ok=True)
 
@@ -618,7 +615,7 @@ class Server:
         target = self.models.get(name) or self.samplers.get(name)
         if target is None or target.owner != owner or not number.isdigit():
             raise RequestError(f"there is no request {request_id[:200]!r}", 404)
-        path = self.store.model(name) / "results" / f"{int(number):010d}"
+        path = numbered(self.store.model(name) / "results", int(number))
         if not path.exists():
             raise RequestError(f"the answer to {request_id[:200]} is no longer kept; send the request again", 410)
         content = path.read_bytes()

@@ -35,6 +35,11 @@ KEPT_RESULTS = 256  # of one model, before its last snapshot
 JsonObject = dict[str, Any]
 
 
+def numbered(folder: Path, seq: int) -> Path:
+    """Returns the file of a request, or of a result."""
+    return folder / f"{seq:010d}"
+
+
 class Store:
     """The folder. Names of files are ids that the server has made, and names that it has checked."""
 
@@ -77,7 +82,7 @@ class Store:
         found = sorted(self.model(model_id).glob("state_*"))
         return (int(found[-1].name.removeprefix("state_")), found[-1]) if found else None
 
-    def has_snapshot(self, model_id: str, seq: int) -> None:
+    def remove_replaced(self, model_id: str, seq: int) -> None:
         """Remove what the snapshot after request `seq` replaces: older ones, its requests, old results."""
         folder = self.model(model_id)
         for path in folder.glob("state_*"):
@@ -90,19 +95,17 @@ class Store:
         for path in old[:-KEPT_RESULTS]:
             path.unlink()
 
+    def numbers(self, folder: Path) -> list[int]:
+        """Returns the numbers of the requests, or results, of a folder, in their order."""
+        return sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+
     def requests(self, folder: Path) -> dict[int, bytes]:
         """Reads the requests of a folder, by number."""
-        if not folder.is_dir():
-            return {}
-        return {int(path.name): path.read_bytes() for path in sorted(folder.iterdir()) if path.name.isdigit()}
-
-    def answered(self, model_id: str) -> set[int]:
-        """Returns the numbers of a model's requests whose answers are there."""
-        return {int(path.name) for path in (self.model(model_id) / "results").glob("*") if path.name.isdigit()}
+        return {seq: numbered(folder, seq).read_bytes() for seq in self.numbers(folder)}
 
     def remove_request(self, model_id: str, seq: int) -> None:
         """Remove a request that will not run."""
-        (self.model(model_id) / "requests" / f"{seq:010d}").unlink(missing_ok=True)
+        numbered(self.model(model_id) / "requests", seq).unlink(missing_ok=True)
 
     def create_sampler(self, name: str, content: JsonObject) -> None:
         """Write a sampling session."""

@@ -181,14 +181,13 @@ class Work:
         rows = sorted(rows_of_mini_batch(mini_batch))
         place = {row: number for number, row in enumerate(rows)}
         shape = len(rows), max((lengths[row] - 1 for row in rows), default=1)
-        columns: dict[str, Tensor] = {}
+        names = ("logprobs", "advantages", "weights", "sequence_ratio_mask")
+        columns = {name: torch.zeros(shape) for name in names}
         mask = torch.zeros(shape, dtype=torch.bool)
-        for name in ("logprobs", "advantages", "weights", "sequence_ratio_mask"):
-            columns[name] = torch.zeros(shape)
-            for number, row in enumerate(rows):
-                if name in data[row].columns:
-                    columns[name][number, : lengths[row] - 1] = torch.from_numpy(data[row].columns[name])
-                mask[number, : lengths[row] - 1] = True
+        for number, row in enumerate(rows):
+            mask[number, : lengths[row] - 1] = True
+            for name, values in data[row].columns.items():
+                columns[name][number, : lengths[row] - 1] = torch.from_numpy(values)
         tokens = [torch.from_numpy(np.append(data[row].tokens, 0)) for row in rows]  # the last one is read by no target
         batch = Batch(
             tokens=tokens,

@@ -177,7 +177,8 @@ class Stopping:
         steps: str = "steps",
         budget: BudgetConfig | None = None,
     ) -> None:
-        self.budget = budget if budget is not None and budget.folder is not None and mesh.rank == 0 else None
+        self._ledger = budget.folder if budget is not None and mesh.rank == 0 else None
+        self._limits = budget.limits if budget is not None else {}
         self._spent = self._spending()  # before this step
         self.config, self.mesh, self.lock, self.steps = config, mesh, lock, steps
         self._longest, self._last = 0.0, float("inf")
@@ -243,15 +244,15 @@ class Stopping:
         return REASONS.index(requested())
 
     def _spending(self) -> dict[str, float]:
-        return {} if self.budget is None or self.budget.folder is None else spent(self.budget.folder)[0]
+        return {} if self._ledger is None else spent(self._ledger)[0]
 
     def _exceeds_budget(self) -> bool:
         """Returns whether a step that spends as much as the largest so far could exceed `reward.budget`."""
-        if self.budget is None or self.budget.folder is None:
+        if self._ledger is None:
             return False
-        record_step(self.budget.folder, self._spent)
+        record_step(self._ledger, self._spent)
         self._spent = self._spending()
-        return bool(exceeded(self.budget.folder, self.budget.limits))
+        return bool(exceeded(self._ledger, self._limits))
 
 
 def record(output_dir: Path, state: str, steps_done: int, checkpoint: Path | None, exit_code: int) -> None:

@@ -49,5 +49,5 @@ def broken_reward(completion: str, answer: str) -> float:
 
 
 def scheduled_reward(completion: str, answer: str, step: int) -> dict[str, float]:
-    """Of the answer and the step alone, so that a curriculum moves alike in every layout."""
+    """Depends on the answer and the step alone, so that a curriculum moves alike in every layout."""
     return {"score": float(sum(map(ord, completion)) % 7), "acc": float((int(answer) + step) % 3 == 0)}

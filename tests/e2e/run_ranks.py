@@ -180,7 +180,7 @@ def _content(sample: Any) -> tuple[Any, ...]:
 
 
 def _engine_log(engine: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What the engine is given and gives, from now on, in no order."""
+    """Records what the engine is given and gives, from now on, in no order."""
     asked: dict[str, tuple[int, ...]] = {}
     log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     submit, poll = engine.submit, engine.poll

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(bool(walls_problem()), reason="the stand-in runs
 
 
 class FakeE2B(types.ModuleType):
-    """What hosted.py calls, with the names and signatures of e2b 2.63, and what it was called with."""
+    """Stands for what hosted.py calls, with the names and signatures of e2b 2.63, and what it was called with."""
 
     class SandboxException(Exception):
         pass

@@ -107,7 +107,7 @@ def test_missing_data_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_share_of_all_instructions_weighs_problems_by_their_number() -> None:
-    """Of 1 and 3 instructions 1 and 1 are followed: 2 of 4, where the mean of shares is 2/3."""
+    """Two prompts of 1 and 3 instructions, of which 1 and 1 are followed: 2 of 4, where the mean of shares is 2/3."""
 
     def problem(number: int, share: float, weight: float) -> GradedProblem:
         entry = LedgerEntry(f"ifeval/{number}", GREEDY, "", 1, "stop")

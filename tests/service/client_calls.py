@@ -1,4 +1,4 @@
-"""What test_client.py runs with the public client: each call, and errors of the client's own classes."""
+"""Calls of the public client, which test_client.py runs: each one, and errors of the client's own classes."""
 
 import math
 import sys

@@ -87,7 +87,7 @@ class Service:
         return {**os.environ, **offline, "TINKER_BASE_URL": url, "TINKER_API_KEY": token, "PYTHONPATH": str(ROOT)}
 
     def run(self, *arguments: str) -> str:
-        """What a client prints."""
+        """Returns what a client prints."""
         command, options = [sys.executable, *arguments], {"text": True, "cwd": self.folder, "timeout": 900}
         done = subprocess.run(command, env=self.env(), stdout=-1, stderr=subprocess.STDOUT, check=False, **options)  # type: ignore[call-overload]
         assert done.returncode == 0, done.stdout[-6000:] + (self.folder / "log").read_text()[-3000:]

@@ -25,6 +25,9 @@ from grpo_megatron.shapes import Float, Int
 # over all micro-batches; elsewhere it is rounded once per micro-batch. A float32 weight's needs no rounding.
 
 
+MASKED_LOGIT = -1e30  # stands for minus infinity: finite, so that 0 times it is 0; a bfloat16 number
+
+
 class KeptTargets(NamedTuple):
     """The ids that N targets were sampled from, M in all. The other logits of a target are minus infinity (rollout.top_k).
 
@@ -52,8 +55,9 @@ class KeptTargets(NamedTuple):
         outside[self.targets[own] - part.start, columns] = False
         return outside[:, :width]
 
-
-MASKED_LOGIT = -1e30  # stands for minus infinity: finite, so that 0 times it is 0; a bfloat16 number
+    def cut(self, logits: Tensor, part: slice, first: int) -> Tensor:
+        """Masks the logits [n, width] that `outside` marks, in place."""
+        return logits.masked_fill_(self.outside(part, first, logits.shape[1]), MASKED_LOGIT)
 
 
 def local_logits(hidden: Tensor, weight: Tensor, outside: Tensor | None) -> Tensor:
