@@ -100,7 +100,7 @@ def test_the_forms_of_a_reward(tmp_path: Path) -> None:
 def test_a_verifier_without_a_reward_is_a_failure(test: str, problem: str, tmp_path: Path) -> None:
     """Never the reward 0."""
     with pytest.raises(RuntimeError, match=problem):
-        played(row_of(tmp_path, test, CONFIG.replace("10.0", "1.0")))
+        played(row_of(tmp_path, test, CONFIG.replace("10.0", "1.0" if test == "sleep 99" else "10.0")))
 
 
 POISON = {  # left by the agent -> the verifier, which would be fooled by it

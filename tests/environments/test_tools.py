@@ -16,6 +16,7 @@ import pytest
 from grpo_megatron.environments.environment import Outcome
 from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.environments.tool import ToolError
+from grpo_megatron.environments.tool_environment import ToolEnvironment
 from grpo_megatron.environments.tools.calculator import calculator
 from grpo_megatron.environments.tools.search import remote
 from tests.rewards.waiting import QuietHandler, serving
@@ -104,17 +105,19 @@ def test_hostile_tools() -> None:
     assert results(unknown) == [("error", "Error: unknown tool 'rm' (known: act)")]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "problem"),
-    [
-        ({}, "must name at least one tool"),
-        ({"tools": ["calculator", "calculator"]}, "each name once"),
-        ({"tools": ["calculator"], "search": {"corpus": "x"}}, r"has options of search, not in tools \['calculator'\]"),
-    ],
-)
-def test_wrong_settings(kwargs: dict[str, Any], problem: str) -> None:
-    with pytest.raises(RuntimeError, match=problem):
-        turns([""], **kwargs)
+WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({}, "must name at least one tool"),
+    ({"tools": ["calculator", "calculator"]}, "each name once"),
+    ({"tools": ["calculator"], "search": {"corpus": "x"}}, r"has options of search, not in tools \['calculator'\]"),
+]
+
+
+def test_wrong_settings() -> None:
+    for kwargs, problem in WRONG_SETTINGS:
+        with pytest.raises(ValueError, match=problem):
+            ToolEnvironment.preload(**kwargs)
+    with pytest.raises(RuntimeError, match=WRONG_SETTINGS[0][1]):
+        turns([""])
 
 
 RESULTS = {
@@ -213,21 +216,21 @@ def test_search(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "has no rows"),
-        ('{"text": "a"}\n{', "line 2: is not JSON"),
-        ('{"title": "a"}', "line 1: field 'text' is missing"),
-    ],
-)
-def test_a_corpus_that_is_none(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_corpus_that_is_none(tmp_path: Path) -> None:
     pytest.importorskip("bm25s", reason="the library of the tool `search` is not installed (requirements/)")
-    (tmp_path / "corpus.jsonl").write_text(text)
-    for path, expected in ((tmp_path / "corpus.jsonl", problem), (tmp_path / "none.jsonl", "cannot read")):
-        kwargs = {"tools": ["search"], "search": {"corpus": str(path)}}
-        with pytest.raises(RuntimeError, match=expected):
-            turns([""], **kwargs)
+    for number, (text, problem) in enumerate(
+        (
+            ("", "has no rows"),
+            ('{"text": "a"}\n{', "line 2: is not JSON"),
+            ('{"title": "a"}', "line 1: field 'text' is missing"),
+            (None, "cannot read"),
+        )
+    ):
+        corpus = tmp_path / f"{number}.jsonl"
+        if text is not None:
+            corpus.write_text(text)
+        with pytest.raises(ValueError, match=problem):
+            ToolEnvironment.preload(tools=["search"], search={"corpus": str(corpus)})
 
 
 @pytest.mark.parametrize("begin", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["headers", "body"])

@@ -112,7 +112,7 @@ def passes(
     for family, lora, override in cases:
         megatron = {"override_transformer_config": override, "use_distributed_optimizer": False}
         policy = build(folders[family], layout, lora=lora, megatron=megatron)
-        batch, one = local_batch(PAIRS, policy.mesh), tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]])
+        batch, one = local_batch(PAIRS, policy.mesh, 2), tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]])
         result: dict[str, Any] = {"initial": factors(policy), "served at first": stream(policy)}
         result["first"] = policy.logprobs(one)
         parameters, mesh = global_parameters(policy.ddp), policy.mesh
@@ -143,7 +143,7 @@ def chain(folder: Path, layout: Layout, out: Path, done: int | None, count: int)
     if done:
         load_sharded(policy, out / f"{done}" / "state", same_world=False)
         save_sharded(policy, out / f"{done} again" / "state")
-    batch = local_batch(PAIRS, policy.mesh)
+    batch = local_batch(PAIRS, policy.mesh, 2)
     for number in range(count):
         _, metrics = policy.update(batch, loss)
         result["updates"].append({"norm": metrics["actor/grad_norm"], "factors": factors(policy)})

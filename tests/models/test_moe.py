@@ -157,7 +157,7 @@ def everything(folders: list[Path], layout: Layout, is_grouped: bool = False) ->
     for folder in folders:
         with grouped_experts(is_grouped):
             policy = build(folder, layout)
-            batch = local_batch(PAIRS, policy.mesh)
+            batch = local_batch(PAIRS, policy.mesh, 2)
             result: dict[str, Any] = {"loaded": stream(policy)}
             result["logprobs"] = policy.logprobs(tiny.make_batch(PAIRS, [[[0, 1], [2], [], [3, 4, 5]]]))
             result["norms"] = [policy.update(batch, loss)[1]["actor/grad_norm"] for _ in range(2)]
@@ -220,7 +220,7 @@ def checkpointed(
     """Update once, or load a checkpoint of any layout; save; update once more. The streams before and after the last update."""
     with grouped_experts(is_grouped):
         policy = build(folder, layout)
-    batch = local_batch(PAIRS, policy.mesh)
+    batch = local_batch(PAIRS, policy.mesh, 2)
     if load_from is not None:
         sharded_state.load_sharded(policy, load_from, same_world=False)
     else:

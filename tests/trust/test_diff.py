@@ -20,7 +20,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import yaml
 
 import grpo_megatron
 from grpo_megatron import ConfigError
@@ -28,7 +27,8 @@ from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, level
 from grpo_megatron.trust.compare import compare_runs, compare_seams, poisson_tail
 from grpo_megatron.trust.diff import DiffOptions, print_diff
 from grpo_megatron.types import PromptImage
-from tests.runs import make_run
+from tests.runs import SIZES, make_run
+from tests.tiny import make_model
 from tests.worlds import ranks
 
 SETTINGS = [
@@ -42,6 +42,7 @@ SETTINGS = [
     ),
     *("actor.optim.lr=0.01", "actor.kl_loss_coef=0.05", "rollout.temperature=0.9"),
     "algorithm.rollout_correction.rollout_rs=token",
+    "data.max_response_length=10",
 ]
 
 
@@ -335,7 +336,7 @@ def make_steps(run: Any, folder: Path, fault: Any = None, case: int = 0, steps: 
     run.load_state(folder.parent / "state")
     run.policy.device.seed(1, 0)
     folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(run.config.record(), default=str))))
+    (folder / "config.yaml").write_text(json.dumps(run.config.record(), default=str))
     settings = {"output_dir": folder, "trace": "light" if folder.name == "light" else "full"}
     config = run.effective.model_copy(update={"trainer": run.effective.trainer.model_copy(update=settings)})
     planted: At = lambda point, step, content: None  # noqa: E731
@@ -406,6 +407,7 @@ def traces(folder: Path, *names: str) -> list[TraceFolder]:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     is_soak = any(item.get_closest_marker("soak") and item.path == request.path for item in request.session.items)
     folder = make_run(tmp_path_factory.mktemp("diff"))
+    make_model(folder / "model", "qwen2", **{**SIZES, "num_hidden_layers": 3})  # the faults are in layers 1 and 2
     faults = ["again", "light", *(FAULTS if is_soak else FIRST), *LOST]
     make_runs(1, folder=folder / "one", overrides=["trainer.n_gpus_per_node=1"], faults=faults)
     tp2 = ["actor.megatron.tensor_model_parallel_size=2"]
