@@ -1,4 +1,4 @@
-"""Rewards of the runs that test_certify.py starts."""
+"""Rewards of the runs that test_certify.py and test_diff.py start. Worker processes import this file: no heavy imports."""
 
 import time
 

@@ -33,7 +33,7 @@ from tests.worlds import ranks
 
 SETTINGS = [
     *("rollout.engine=transformers", "data.shuffle=false", "rollout.n=3", "data.train_batch_size=4"),
-    *("reward.function=tests.trust.test_diff:odd", "trainer.total_training_steps=2", "trainer.test_freq=-1"),
+    *("reward.function=tests.trust.rewards_of_certify:odd", "trainer.total_training_steps=2", "trainer.test_freq=-1"),
     *(
         "trainer.val_before_train=false",
         "trainer.save_hf_at_end=false",
@@ -44,11 +44,6 @@ SETTINGS = [
     "algorithm.rollout_correction.rollout_rs=token",
     "data.max_response_length=10",
 ]
-
-
-def odd(response: str, answer: str) -> float:
-    """A reward that differs within a group of random responses."""
-    return float(sum(map(len, response.split())) % 3)
 
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
