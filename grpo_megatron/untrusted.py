@@ -8,6 +8,7 @@ puts the file's name first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -16,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+try:
+    from yaml.cyaml import CParser  # type: ignore[attr-defined]
+except ImportError:  # this PyYAML was built without libyaml
+    CParser = None  # type: ignore[assignment, misc]
 
 
 class ReadError(ValueError):
@@ -274,6 +280,7 @@ MAX_YAML = 1 << 18  # bytes; PyYAML reads some 100 KB in a second
 MAX_LEVELS = 50  # tables and lists within each other
 MAX_NODES = 20_000  # values, with each alias counted in full
 EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+\Z")
+ONLY_LIBYAML = re.compile("[\t\ufeff!?]|[|>][-+0-9]*#")  # libyaml reads it otherwise in some places
 TOO_DEEP = f"more than {MAX_LEVELS} tables and lists within each other"
 TAG = "tag:yaml.org,2002:"
 PLAIN: dict[type, tuple[str, ...]] = {  # kind of a node -> its tags
@@ -289,10 +296,11 @@ def parse_yaml(text: str) -> Any:
         raise ReadError(f"it has {len(text):,} characters; at most {MAX_YAML:,} are read")
     if problem := text_problem(text):  # PyYAML's own message has no remedy
         raise ReadError(problem)
+    with contextlib.suppress(yaml.YAMLError, RecursionError):  # the other parser reports it
+        if CParser is not None and not ONLY_LIBYAML.search(text):
+            return _fast_loader()(text).value()
     try:
-        loader = _PlainLoader(text)
-        node = loader.get_single_node()
-        return None if node is None else loader.plain(node)
+        return _PlainLoader(text).value()
     except yaml.YAMLError as error:
         text = str(error).replace('in "<unicode string>", ', "at ")
         raise ReadError(
@@ -308,6 +316,11 @@ class _PlainLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     num_values = 0
+
+    def value(self) -> Any:
+        """Reads the value of the text. Raises YAMLError, RecursionError."""
+        node = self.get_single_node()
+        return None if node is None else self.plain(node)
 
     def plain(self, node: Any, level: int = 1) -> Any:
         """Reads the value of a node. An alias is a copy: an override of one section must not change the other."""
@@ -354,6 +367,30 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 _PlainLoader.add_implicit_resolver(f"{TAG}float", EXPONENT, list("-+0123456789"))  # as YAML 1.2; PyYAML wants 1.0e-3
+
+
+def yaml_text(content: dict[str, Any], **style: Any) -> str:
+    """Returns plain data as YAML, in its own order. `style`: options of `yaml.dump`."""
+    dumper = yaml.SafeDumper if CParser is None else yaml.CSafeDumper
+    return str(yaml.dump(content, Dumper=dumper, sort_keys=False, **style))
+
+
+@functools.cache
+def _fast_loader() -> type[_PlainLoader]:
+    """Returns a loader of libyaml's events, which takes a quarter of the time, with PyYAML's nodes.
+
+    Nodes of libyaml's binding that are nested too deeply would end the process.
+    """
+
+    class FastLoader(CParser, _PlainLoader):  # type: ignore[misc]
+        get_single_node = yaml.SafeLoader.get_single_node
+
+        def __init__(self, text: str) -> None:
+            CParser.__init__(self, text)
+            for base in (yaml.composer.Composer, yaml.constructor.SafeConstructor, yaml.resolver.Resolver):
+                base.__init__(self)
+
+    return FastLoader
 
 
 def _mistake(problem: str, node: Any) -> yaml.YAMLError:

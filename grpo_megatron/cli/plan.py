@@ -15,8 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
 from grpo_megatron.algo import losses
 from grpo_megatron.checks.components import sources_of
 from grpo_megatron.checks.machine import NO_DEVICE, device_problems, package_problems
@@ -62,7 +60,7 @@ from grpo_megatron.rollout.vllm.versions import installed_vllm
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.transformer_engine import FLASH_ATTENTION, attention_gap
-from grpo_megatron.untrusted import reason_of, redacted
+from grpo_megatron.untrusted import reason_of, redacted, yaml_text
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -673,7 +671,7 @@ def write_resolved(config: Config, path: Path | None) -> str:
     get a new parent folder: an absolute one may be that of another machine.
     """
     values = config.record()
-    text = str(yaml.safe_dump(values, sort_keys=False, width=100, default_flow_style=None))
+    text = yaml_text(values, width=100, default_flow_style=None)
     if path is not None:
         if problem := resolved_problem(path):
             raise ConfigError(problem)

@@ -109,7 +109,7 @@ class PagePanel:
     curves: Sequence[tuple[str, str]] = ()
     always: bool = False
     guard: str = ""
-    rules: Sequence[tuple[str, str]] = ()
+    rules: Sequence[tuple[re.Pattern[str], str]] = ()
 
     def curves_of(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Selects the curves of the metrics that the rules name, in the order of the rules."""
@@ -117,7 +117,7 @@ class PagePanel:
             (name, match.expand(label).replace("_", " "))
             for rule, label in self.rules
             for name in names
-            if (match := re.fullmatch(rule, name))
+            if (match := rule.fullmatch(name))
         ]
 
 
@@ -132,7 +132,7 @@ def _phases() -> dict[str, tuple[str, str]]:
 def _known_panels() -> list[PagePanel]:
     groups = parse_yaml((PAGE_PARTS / "panels.yaml").read_text(encoding="utf-8"))
     return [
-        PagePanel(group, rules=tuple(entry.pop("curves").items()), **entry)
+        PagePanel(group, rules=[(re.compile(rule), label) for rule, label in entry.pop("curves").items()], **entry)
         for group, entries in groups.items()
         for entry in entries
     ]

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from grpo_megatron.checks.resume import differences
 from grpo_megatron.config import ConfigError, TrainerConfig
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.report.console import OUTPUTS
 from grpo_megatron.storage import StorageError
 from grpo_megatron.storage.files import FolderLock, check_space, clear_leftovers, remove_folder, sync_path, write_file
+from grpo_megatron.untrusted import parse_yaml, yaml_text
 
 EARLIER = re.compile(r"earlier_(\d+)")
 # What a run writes besides what its summary names. Everything else in the folder is the user's, or slurm/train_70b.sh's.
@@ -116,7 +115,7 @@ def record_config(output_dir: Path, mesh: Mesh, config: dict[str, Any], *, resum
     def write_first() -> None:
         if (output_dir / ATTEMPTS_FOLDER).exists():
             remove_folder(output_dir / ATTEMPTS_FOLDER)
-        write_file(first, _yaml(config))
+        write_file(first, yaml_text(config))
 
     if resumed and first.exists():
         on_first_rank(mesh, f"cannot write into {output_dir / ATTEMPTS_FOLDER}", lambda: _write_attempt(first, config))
@@ -126,14 +125,14 @@ def record_config(output_dir: Path, mesh: Mesh, config: dict[str, Any], *, resum
 
 def _write_attempt(first: Path, config: dict[str, Any]) -> None:
     try:
-        original = yaml.safe_load(first.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError):  # damaged: record the whole config
+        original = parse_yaml(first.read_text(encoding="utf-8"))
+    except ValueError:  # damaged: record the whole config
         original = None
     folder = first.parent / ATTEMPTS_FOLDER
     folder.mkdir(exist_ok=True)
     numbers = [int(path.stem) for path in folder.glob("*.yaml") if path.stem.isdecimal()]
     changed = _nested(original, config) if isinstance(original, dict) else config
-    write_file(folder / f"{max(numbers, default=1) + 1:03d}.yaml", _yaml(changed))
+    write_file(folder / f"{max(numbers, default=1) + 1:03d}.yaml", yaml_text(changed))
 
 
 def _nested(original: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +145,3 @@ def _nested(original: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
             section = section.setdefault(part, {})
         section[name] = difference.new
     return changed
-
-
-def _yaml(content: dict[str, Any]) -> str:
-    return yaml.safe_dump(content, sort_keys=False)

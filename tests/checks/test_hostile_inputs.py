@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from grpo_megatron import untrusted
 from grpo_megatron.checks.components import name_problems, reward_name_problems
 from grpo_megatron.checks.models import read_model
 from grpo_megatron.cli import main
@@ -94,6 +95,21 @@ def test_aliases_are_copies(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"{MODEL}actor: {{optim: &o {{lr: 0.1}}}}\nsft: {{optim: *o}}\n")
     config = load_config(tmp_path / "run.yaml", ["actor.optim.lr=0.2"])
     assert (config.actor.optim.lr, config.sft.optim.lr) == (0.2, 0.1)
+
+
+ONLY_LIBYAML_READS = ["a:\tb\t: c", "[a?b]", "|#c", "a: !  # c", "a: b\n\ufeff# c"]
+
+
+def test_both_parsers_read_the_same() -> None:
+    """libyaml's parser is the fast one. Its errors, and texts that only it accepts, go to PyYAML's."""
+    texts = [path.read_text() for path in Path(untrusted.__file__).parent.rglob("*.yaml")]
+    for text in texts:
+        assert repr(untrusted._fast_loader()(text).value()) == repr(untrusted._PlainLoader(text).value())
+    for text in ONLY_LIBYAML_READS:
+        assert untrusted.ONLY_LIBYAML.search(text), text
+    for text in ("[" * 100_000, "- " * 100_000, "{a: " * 50_000):  # nodes of libyaml's binding would end the process
+        with pytest.raises(untrusted.ReadError, match="more than 50 tables"):
+            untrusted.parse_yaml(text)
 
 
 @pytest.fixture(scope="module")
