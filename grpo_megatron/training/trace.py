@@ -481,6 +481,7 @@ def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[st
     }
 
 
+@functools.cache
 def _sources_digest() -> str:
     folder = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=8)
