@@ -104,6 +104,7 @@ def test_optimizer_steps_of_five_training_steps(
         ("actor.clip_ratio_low=2", "set 1 or less"),
         ("max_prompt_length=64", "unknown key 'max_prompt_length'; did you mean 'data.max_prompt_length'?"),
         ("teachers={t: {temprature: 1}}", "unknown key 'teachers.t.temprature' (known here: path,"),
+        ("rollout.multi_turn.command=x", "itself is 'rollout.multi_turn.kwargs.command'"),
         ("actor.foo=3", "unknown key 'actor.foo'; `grpo-megatron keys actor` lists those of this section"),
         ("actor.optim.lr=CHANGE_ME", "actor.optim.lr=CHANGE_ME: write the value of your run there"),
         (
@@ -218,7 +219,10 @@ def test_all_wrong_keys_are_reported_at_once(path: Path) -> None:
         ("- a\n", "must be a mapping, not list"),
         ("model: {path: [", "not valid YAML"),
         ("model:\n\tpath: x", "next token\n  found character"),  # an unindented line would be a problem of its own
-        ("model: {path: x}\nactor: {lora: {path: nowhere}}", "'nowhere/adapter_config.json' is read: No such file"),
+        (
+            "model: {path: x}\nactor: {lora: {path: nowhere}}",
+            "actor.lora.path='nowhere': without rank, 'nowhere/adapter_config.json' is read: No such file",
+        ),
         ("trainer: {device: cpu}\n", "missing key 'model'"),
         ("model: {dtype: float32}\n", "missing key 'model.path'"),
     ],

@@ -220,6 +220,8 @@ def _explain(error: Any) -> str:
         listed = "" if hint else f" (known here: {', '.join(known)})"
         if len(listed) > MAX_LISTED and any(one.name.startswith(section) for one in config_keys(Config)):
             listed = f"; `grpo-megatron keys {section}` lists those of this section"
+        if not hint and "kwargs" in known:
+            hint = f"; a parameter of the function or class itself is {f'{section}.kwargs.{leaf}'!r}"
         if ":" in leaf and error["input"] is None:
             hint, listed = "; YAML needs a space behind the ':' of KEY: VALUE", ""
         return f"unknown key {location!r}{hint}{listed}"

@@ -167,6 +167,8 @@ def plan_page(
         verdict, problem = [host.verdict(host_gib)], host.misfit(host_gib)
     if fitted is None:
         verdict += verdict_without_gpu(config, models, world_size)
+        if gpu is not None:
+            verdict[-1] = f"--gpu {gpu.name} is not looked at: {verdict[-1]}; add trainer.device=cuda"
         return PlanPage(_laid_out(text, width - 2), verdict, problem)
     verdict += verdict_lines(config, models, work, machine, fitted, width - 2)
     is_known = machine.gpu.name in GPUS  # not of a size alone, or this machine's, which its own check knows

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from grpo_megatron.config.section import Beta, Count, Fixed, Needs, Schedule, Section
 from grpo_megatron.untrusted import read_json, shown
@@ -109,9 +110,10 @@ class LoraConfig(Section):
             settings = dict(read_json(file))
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ValueError(f"without rank, {str(file)!r} is read: {reason}; name a PEFT folder") from None
+            raise _wrong_path(raw["path"], f"without rank, {str(file)!r} is read: {reason}; name a PEFT folder") from None
         if not isinstance(rank := settings.get("r", PEFT_DEFAULT), int):
-            raise ValueError(f"{str(file)!r} has r={shown(rank)}, which is no integer; correct it, or set another path")
+            text = f"{str(file)!r} has r={shown(rank)}, which is no integer; correct it, or set another path"
+            raise _wrong_path(raw["path"], text)
         return {**peft_values(settings), **{key: value for key, value in raw.items() if value is not None}}
 
     @property
@@ -120,6 +122,12 @@ class LoraConfig(Section):
         assert self.rank is not None
         alpha = self.rank if self.alpha is None else self.alpha
         return alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+
+def _wrong_path(path: object, text: str) -> ValidationError:
+    """Makes an error of the key `path`, and not of its section."""
+    kind = PydanticCustomError("adapters", "{text}", {"text": text})
+    return ValidationError.from_exception_data("LoraConfig", [{"type": kind, "loc": ("path",), "input": path}])
 
 
 def peft_values(settings: Mapping[str, Any]) -> dict[str, Any]:

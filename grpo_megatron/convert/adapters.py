@@ -105,10 +105,11 @@ class AdaptedModel(Source):
         if isinstance(self.adapters, MegatronFolder):
             self.adapters.complete(folder)
 
-    def write_adapters(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the adapters into the existing `folder`, in `dtype` or as they are stored."""
+    def write_adapters(self, folder: Path, dtype: torch.dtype | None) -> int:
+        """Writes the adapters into the existing `folder`, in `dtype` or as they are stored. Returns their bytes."""
         tensors = {name: self.adapters.read(name).to(dtype) for pair in self._names.values() for name in pair}
         write_peft(folder, tensors, self.lora, self.arch, self.hf_folder, dtype_name(dtype or self._model_dtype))
+        return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _base_folder(adapters: PeftFolder) -> Path:

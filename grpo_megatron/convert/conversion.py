@@ -82,8 +82,9 @@ def megatron_to_hf(options: ToHfOptions) -> None:
 
 def _write_adapters(model: AdaptedModel, options: ToHfOptions) -> None:
     with output_folder(options.target, OVERHEAD_BYTES) as folder:
-        with model.checked(not options.no_hashes):
-            model.write_adapters(folder, FLOATS[options.dtype] if options.dtype else None)
+        with model.checked(not options.no_hashes), Progress("to-hf", 0, options.quiet) as progress:
+            progress.total = model.write_adapters(folder, FLOATS[options.dtype] if options.dtype else None)
+            progress.add(progress.total)
         _copy_companions(model.tokenizer_folder, folder)
         model.complete(folder)
         write_manifest(folder, "hf", {})

@@ -55,6 +55,8 @@ class Rule:
         if self.convert is not None:
             return self.convert(value, settings)
         if self.note:
+            if self.ours in ("data.train_files", "data.val_files") and isinstance(value, str) and DATA_FILE.search(value):
+                return {self.ours: [value]}  # what the note says is of a data set of the Hub
             return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
         if value is None and self.cases:
             return {}
@@ -169,6 +171,7 @@ NAMES_A_MODEL = (
     "model",
     "model.name",
 )
+DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|arrow)$")
 TOWER = ("actor.vision.freeze_tower", "actor.vision.freeze_merger")
 READS_IMAGES = re.compile(r"vl(?![a-z])", re.IGNORECASE)  # in the names of these models
 

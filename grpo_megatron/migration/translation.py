@@ -120,7 +120,7 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         written = _plain(written)
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
-            result.warnings[num_warnings:], result.notes[num_notes:] = [(written, SECRET)], []
+            result.warnings[num_warnings:], result.notes[num_notes:] = [], [(written, SECRET)]
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     _leave_out_refused(result)
@@ -462,7 +462,8 @@ def import_config(options: ImportOptions) -> int:
     result = translate(settings, OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
     is_shown = output is None and sys.stdout.isatty()  # the terminal shows them as comments
-    for written, warning in () if is_shown else result.warnings:
+    secrets = [note for note in result.notes if note[1] == SECRET]  # no change of the run, but to be done before it
+    for written, warning in () if is_shown else [*result.warnings, *secrets]:
         print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
         print(visible(text), end="")

@@ -190,11 +190,26 @@ def changes_between(
 
 
 def _config_changes(left: Mapping[str, Any], right: Mapping[str, Any], same_inputs: bool) -> Iterator[Change]:
+    left, right = _whole_tables(left, right), _whole_tables(right, left)
     for key in sorted({*left, *right}):
         if left.get(key) != right.get(key):
-            is_place = same_inputs and key.rpartition(".")[2].endswith(("path", "files"))  # the same content elsewhere
+            is_path = key.rpartition(".")[2].endswith(("path", "files")) and None not in (left.get(key), right.get(key))
+            is_place = same_inputs and is_path  # the same content elsewhere
             effect = NOTHING if is_place or NO_EFFECT.match(key) else ROUNDING if LAYOUT.match(key) else RESULTS
             yield Change("config", key, left.get(key), right.get(key), effect)
+
+
+def _whole_tables(side: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Joins the keys of a table that the other side lacks, as of a teacher: one value, without keys that are null."""
+    there = {key[: end.start()] for key, value in other.items() if value != {} for end in re.finditer(r"\.|$", key)}
+    joined: dict[str, Any] = {}
+    for key, value in side.items():
+        end = next((end.start() for end in re.finditer(r"\.", key) if key[: end.start()] not in there), None)
+        if end is None:
+            joined[key] = value
+        elif value is not None:
+            joined.setdefault(key[:end], {})[key[end + 1 :]] = value
+    return joined
 
 
 def _inputs(trace: TraceFolder) -> dict[str, str]:

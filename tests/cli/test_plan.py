@@ -214,7 +214,7 @@ def test_without_a_gpu_the_verdict_names_those_that_fit(run: Path, capsys: pytes
     last = page(capsys, "plan", EXAMPLE, "--world-size", "64").splitlines()[-1]
     assert last == "  FITS h100-80, h200, b200, a100-80, h20-96; DOES NOT FIT a100-40, l40-48"
     on_cpu = page(capsys, "plan", str(run / "run.yaml"), "--gpu", "h200")
-    assert on_cpu.splitlines()[-1].startswith("  no GPU to fit: trainer.device=cpu")
+    assert on_cpu.splitlines()[-1].startswith("  --gpu h200 is not looked at: no GPU to fit: trainer.device=cpu")
 
 
 TP, PP = "actor.megatron.tensor_model_parallel_size", "actor.megatron.pipeline_model_parallel_size"

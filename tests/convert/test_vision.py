@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,8 @@ def test_adapters_of_a_run_are_read_by_peft(tmp_path: Path, capsys: pytest.Captu
     model = vision.make_model(tmp_path / "model", tower={"intermediate_size": 64})
     out = run(tmp_path, model, WORLDS["TP2+SP"], lora={"rank": 3, "alpha": 5}, optim={"lr": 0.05})
     assert convert("merge", out / "hf", tmp_path / "whole", "--quiet") == 0
-    assert convert("to-hf", out / "checkpoints/step_000001", tmp_path / "converted", "--quiet") == 0
+    assert convert("to-hf", out / "checkpoints/step_000001", tmp_path / "converted") == 0
+    assert re.fullmatch(r"to-hf: (.+) of \1 \(100%\), .+/s", capsys.readouterr().err.splitlines()[-1])
     given, merged = tensors_of(out / "hf"), vision.load(tmp_path / "whole")
     for folder in (out / "hf", tmp_path / "converted", tmp_path / "whole"):
         check_servers_read(folder, model)

@@ -516,6 +516,14 @@ def test_a_token_is_not_written_and_its_tracker_is_on(
         assert config.trainer.logger == ["jsonl", "console", "wandb"] and token not in text + told
         assert f'{key}="<redacted>": a secret is not written: give it in the environment (WANDB_API_KEY' in told
         assert told.count("warning: ") == 1 and config.model.dtype == "bfloat16"
+        assert "These change the run" not in text
+
+
+def test_a_file_of_rows_is_taken_and_a_set_of_the_hub_is_described(tmp_path: Path) -> None:
+    for given, found in {"rows.jsonl": "rows.jsonl", "OpenRLHF/prompts": "CHANGE_ME"}.items():
+        _, text = imported("openrlhf", f"{OLD_OPENRLHF} --prompt_data {given}", ".sh", tmp_path)
+        assert f'train_files: {found}' in text.replace("[", "").replace('"', ""), text
+        (tmp_path / "ours.yaml").unlink()
 
 
 HASH = "0123456789abcdef0123456789abcdef01234567"

@@ -24,7 +24,14 @@ import torch
 import grpo_megatron
 from grpo_megatron import ConfigError
 from grpo_megatron.report.trace_file import Leaves, StepFile, TraceFolder, level_sizes, step_content
-from grpo_megatron.trust.compare import compare_runs, compare_seams, poisson_tail
+from grpo_megatron.trust.compare import (
+    NOTHING,
+    RESULTS,
+    _config_changes,
+    compare_runs,
+    compare_seams,
+    poisson_tail,
+)
 from grpo_megatron.trust.diff import DiffOptions, print_diff
 from grpo_megatron.types import PromptImage
 from tests.runs import SIZES, make_run
@@ -588,6 +595,20 @@ def test_two_large_steps_are_compared_with_few_reads(tmp_path: Path, monkeypatch
     monkeypatch.setattr(StepFile, "nodes", lambda self, *at: (read.append(1), nodes(self, *at))[1])
     assert list(files[0].differing(files[1], "seeds")) == wrong
     assert len(read) <= 2 * 2 * len(level_sizes(count)) < 30  # sides x differences x levels
+
+
+def test_a_table_that_one_run_lacks_is_one_change() -> None:
+    one: dict[str, Any] = {"teachers": {}, "model.path": "a", "actor.n": 1}
+    two = {"teachers.math.path": "x", "teachers.math.self": None, "model.path": "b", "actor.n": 1}
+    places, teachers = _config_changes(one, two, same_inputs=True)
+    assert (places.key, places.effect) == ("model.path", NOTHING)
+    assert (teachers.key, teachers.left, teachers.right, teachers.effect) == (
+        *("teachers", {}, {"math.path": "x"}, RESULTS),
+    )
+    three = {**two, "teachers.code.path": "y"}
+    assert [(c.key, c.left, c.right, c.effect) for c in _config_changes(three, two, same_inputs=True)] == [
+        ("teachers.code", {"path": "y"}, None, RESULTS)
+    ]
 
 
 def test_poisson_tail() -> None:
