@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.registry import Registry
-from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch
+from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch, rows_on_all_ranks
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -341,23 +341,28 @@ def assign_rows(
     """
     from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
 
+    policy = table.of_policy()
     if given is None:
-        trainable = _trainable(table, algorithm, distills)
-        advantages = _advantages(table, algorithm, trainable)
+        trainable = _trainable(policy, algorithm, distills)
+        advantages = _advantages(policy, algorithm, trainable)
     else:
-        trainable, advantages = [count > 0 for count in table.num_loss_tokens()], given
-    copies = copies_of(table, algorithm)
+        trainable, advantages = [count > 0 for count in policy.num_loss_tokens()], given
+    copies = copies_of(policy, algorithm)
     in_loss = [
         can_train and advantage is not None and count > 0
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
     ]
     paired = loss_facts(actor).paired
     minis: list[list[Unit]] = []
-    for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
+    for groups in groups_of_mini_batches(policy, copies, actor.mini_batch_size(train_batch_size)):
         minis.append([])
         for group in groups:
             rows = [row for row in group if in_loss[row]]
             minis[-1] += _pairs(rows, advantages) if paired else [[row] for row in rows]
+    experts = range(len(policy), len(table))  # CHORD: equal parts for the mini-batches
+    minis = minis or [[] for _ in experts[:1]]
+    for number, row in enumerate(experts):
+        minis[number % len(minis)].append([row])
     is_silent = forward_only_at_zero_advantage(algorithm, actor) and not distills
     silent = _rows_of_zero_advantage(advantages) if is_silent else set()
     if exact:
@@ -365,8 +370,15 @@ def assign_rows(
     else:
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
-    metrics = _group_metrics(table.joined())
-    plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
+    metrics = _group_metrics(policy.joined())
+    plan = Plan(
+        [*advantages, *[None] * len(experts)],
+        [],
+        chosen.mini_batches,
+        metrics,
+        chosen.num_forward_only,
+        chosen.shares_prompts,
+    )
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
         own, whole = (
@@ -392,9 +404,11 @@ def weigh(
     counts, and a mini-batch without a kept token is dropped. `max_response_length`, in tokens, is L of
     seq-mean-token-sum-norm when `loss_scale_factor` is null. No row changes its rank.
     """
-    advantages = plan.advantages
+    advantages, policy = plan.advantages, table.of_policy()
+    of_experts = len(table) - len(policy)
     if table.token_penalties or table.values or table.score_norms:
-        advantages = _advantages(table, algorithm, _trainable(table, algorithm, distills))
+        estimated = _advantages(policy, algorithm, _trainable(policy, algorithm, distills))
+        advantages = [*estimated, *[None] * of_experts]
     kept = kept_mini_batches(plan, table)
     weighed = replace(
         plan,
@@ -402,8 +416,8 @@ def weigh(
         mini_batches=[[of_rank[i] for i in kept] for of_rank in plan.mini_batches],
         num_forward_only=[plan.num_forward_only[i] for i in kept] if plan.num_forward_only else [],
     )
-    copies = copies_of(table, algorithm)
-    weights = row_weights(weighed.mini_batches, table, copies, actor, max_response_length)
+    copies = copies_of(policy, algorithm)
+    weights = row_weights(weighed.mini_batches, policy, copies, actor, max_response_length) + [0.0] * of_experts
     wrong = set(weighed.rows_without_backward()) - _rows_of_zero_advantage(advantages)
     assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
     return replace(weighed, token_weights=weights)
@@ -414,7 +428,7 @@ def kept_mini_batches(plan: Plan, table: GroupTable) -> list[int]:
     numbers = range(len(plan.mini_batches[0]))
     if not table.num_kept_tokens:
         return list(numbers)
-    return [i for i in numbers if any(table.num_kept_tokens[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
+    return [i for i in numbers if any(table.num_kept_tokens[row] for row in rows_on_all_ranks(plan.mini_batches, i))]
 
 
 def critic_plan(
@@ -487,11 +501,6 @@ def _rows_of_zero_advantage(advantages: Advantages) -> set[int]:
     return {row for row, value in known if not any(value if isinstance(value, list) else [value])}
 
 
-def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
-    """The rows of mini-batch number `mini`, of all ranks."""
-    return sorted(row for per_rank in mini_batches for row in rows_of_mini_batch(per_rank[mini]))
-
-
 def row_weights(
     mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
@@ -504,7 +513,7 @@ def row_weights(
     trajectories = table.trajectories
     weights = [0.0] * len(trajectories)
     for mini in range(len(mini_batches[0])):
-        present = set(_rows_on_all_ranks(mini_batches, mini))
+        present = set(rows_on_all_ranks(mini_batches, mini))
         counts = {i: sum(num_tokens[row] for row in rows if row in present) for i, rows in enumerate(trajectories)}
         numbers = [i for i, count in counts.items() if count for _ in range(copies[trajectories[i][-1]])]
         mini_weights = token_weights(actor.loss_agg_mode, [counts[i] for i in numbers], norm_length)
@@ -519,13 +528,15 @@ def observation_weights(plan: Plan, table: GroupTable, coefficient: float) -> li
     ECHO: the policy also learns to predict them, by cross entropy (as in prime-rl, with one coefficient for all roles, and
     with the chat template's marks around them). Text that a later row of a trajectory has in its prompt is not among them.
     """
-    counts = [length - count for length, count in zip(table.response_length, table.num_loss_tokens(), strict=True)]
+    policy = table.of_policy()
+    counts = [length - count for length, count in zip(policy.response_length, policy.num_loss_tokens(), strict=True)]
+    counts += [0] * (len(table) - len(policy))
     weights = [0.0] * len(table)
     for mini in range(len(plan.mini_batches[0])):
-        rows = _rows_on_all_ranks(plan.mini_batches, mini)
+        rows = rows_on_all_ranks(plan.mini_batches, mini)
         total = sum(counts[row] for row in rows)
         for row in rows:
-            weights[row] = coefficient / total if total else 0.0
+            weights[row] = coefficient / total if counts[row] else 0.0
     return weights
 
 

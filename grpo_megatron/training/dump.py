@@ -38,7 +38,9 @@ from grpo_megatron.untrusted import reason_of
 DUMP_FORMAT = 1
 DUMP_FILE, WEIGHTS = "dump.json", "weights"
 COLUMNS = ("response_mask", "loss_mask", "rollout_logprobs", "advantages", "token_weights")  # [B, R]
-OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction", "selected", "observation_weights", "ages")
+OPTIONAL_COLUMNS = (
+    *("old_logprobs", "ref_logprobs", "correction", "selected", "observation_weights", "ages", "expert_weights"),
+)
 
 
 @dataclass(frozen=True)
