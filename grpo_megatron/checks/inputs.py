@@ -216,7 +216,8 @@ def read_train_prompts(
         prompts = select_prompts(prompts, config.data.sampling)
     if config.data.sampling.pass_rates is not None and not prompts:  # there is no tokenizer, or no file on this machine
         read_pass_rates(config.data.sampling.pass_rates)
-    if config.data.curriculum.pieces and prompts:
+    known = {None, *(source.name for source in config.data.sources)}
+    if prompts and config.data.curriculum.pieces and known >= {one.source for one in config.data.curriculum.pieces}:
         prompt_sampler(prompts, config.data)  # raises ConfigError where a piece has no prompt
     return prompts
 

@@ -614,6 +614,8 @@ def budget_problems(config: Config) -> Problems:
     k, budget = keys_of(config), config.reward.budget
     if budget.folder is None:
         return
+    if not budget.limits:
+        yield f"{k.reward.budget.folder} limits nothing; set {k.reward.budget.cost:key} or {k.reward.budget.tokens:key}"
     parts, own = config.reward.components, [source.reward for source in config.data.sources]
     tables = [config.reward.kwargs, *(part.kwargs for part in parts)]
     judges = [
