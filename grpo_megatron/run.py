@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_length_reward, with_overlong_penalty
-from grpo_megatron.algo.chord import expert_weights, mixing_weight, with_experts, with_policy_share
+from grpo_megatron.algo.chord import mix, mixing_weight, with_experts
 from grpo_megatron.algo.losses import (
     MetricSum,
     PolicyLoss,
@@ -330,10 +330,9 @@ class Run:
             batch.plan = weigh(plan, table, algorithm, actor, max_response_length=limit, distills=distills)
             batch.table = table
             if self.experts is not None:
-                mu = mixing_weight(self.step, algorithm.chord)
-                self.metrics.constant("actor/chord_mu", mu)
-                batch.plan = with_policy_share(batch.plan, mu)
-                apply_experts(batch, table, expert_weights(batch.plan, table, mu))
+                self.metrics.constant("actor/chord_mu", mu := mixing_weight(self.step, algorithm.chord))
+                batch.plan, weights = mix(batch.plan, table, mu)
+                apply_experts(batch, table, weights)
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
             self.correction.select(batch, actor)
             if actor.echo_coef:

@@ -199,7 +199,7 @@ class GroupTable:
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
     expert_spans: list[list[TokenSpan]] = field(
         default_factory=list
-    )  # CHORD: of rows of an expert, the last ones; empty: none
+    )  # CHORD: of an expert's rows, the last; empty: none
     num_kept_tokens: list[int] = field(default_factory=list)  # loss tokens that no correction has rejected; empty: all
     values: list[list[float]] = field(
         default_factory=list
@@ -345,11 +345,6 @@ class Plan:
 def rows_of_mini_batch(mini_batch: list[list[int]]) -> list[int]:
     """The rows of all micro-batches of one mini-batch, in their order."""
     return [row for micro_batch in mini_batch for row in micro_batch]
-
-
-def rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
-    """The rows of mini-batch number `mini`, of all ranks."""
-    return sorted(row for per_rank in mini_batches for row in rows_of_mini_batch(per_rank[mini]))
 
 
 @dataclass

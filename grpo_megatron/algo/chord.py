@@ -2,26 +2,24 @@
 
     loss = (1 - mu) * (the sum of losses.py over the policy's rows) + mu / N * sum over the N expert tokens of -sg(phi) log pi
 
-phi = p (1 - p), p = pi(token): tokens that are certain, or that the policy finds impossible, teach little. N is of the optimizer
-step, on all ranks. Expert rows are outside the loss mask: no statistic, correction, KL or entropy reads them. The (1 - mu) is
-also on the policy's KL and entropy, as in ms-swift; in Trinity-RFT it is on the policy loss alone. Log-probabilities are at the
-rollout's temperature.
+phi = p (1 - p), p = pi(token). N is of the optimizer step, on all ranks. Expert rows are outside the loss mask: no statistic,
+correction, KL or entropy reads them. (1 - mu) is also on KL and entropy, as in ms-swift; in Trinity-RFT on the policy loss alone.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from grpo_megatron.algo.plan import weights_by_count
 from grpo_megatron.config.algorithm import ChordConfig
-from grpo_megatron.types import GroupTable, Plan, rows_on_all_ranks
+from grpo_megatron.types import GroupTable, Plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-KNOWN = ("prompt_index", "index", "prompt_length", "response_length", "truncated", "holder")  # of every sample
+COLUMNS = ("prompt_index", "index", "prompt_length", "response_length", "truncated", "holder")  # of every row
 
 
 def mixing_weight(step: int, chord: ChordConfig) -> float:
@@ -33,33 +31,24 @@ def mixing_weight(step: int, chord: ChordConfig) -> float:
 
 
 def with_experts(table: GroupTable, experts: GroupTable) -> GroupTable:
-    """Appends the rows of `experts`: without a reward, outside the loss, with their loss tokens in `expert_spans`."""
-    size, count = len(table), len(experts)
-    columns: dict[str, Any] = {}
-    for one in fields(GroupTable):
-        own, given = getattr(table, one.name), getattr(experts, one.name)
-        filler = [] if own and isinstance(own[0], list) else math.nan
-        columns[one.name] = [*own, *(given or [filler] * count)] if own or one.name in KNOWN else []
-    columns["reward"] = [*table.reward, *[math.nan] * count]
-    columns["loss_spans"] = [*map(table.spans_of, range(size)), *[[] for _ in range(count)]]
-    columns["expert_spans"] = [*[[] for _ in range(size)], *map(experts.spans_of, range(count))]
-    return GroupTable(**columns)
+    """Appends the rows of `experts`: without a reward, outside the loss, and not in columns that only the policy's rows have."""
+    nothing: list[list[tuple[int, int]]] = [[] for _ in range(max(len(table), len(experts)))]
+    return replace(
+        table,
+        **{name: [*getattr(table, name), *getattr(experts, name)] for name in COLUMNS},
+        shared_length=[*table.shared_length, *experts.prompt_length] if table.shared_length else [],
+        reward=[*table.reward, *[math.nan] * len(experts)],
+        loss_spans=[*map(table.spans_of, range(len(table))), *nothing[: len(experts)]],
+        expert_spans=[*nothing[: len(table)], *map(experts.spans_of, range(len(experts)))],
+    )
 
 
-def with_policy_share(plan: Plan, mu: float) -> Plan:
-    """Multiplies the token weights by 1 - mu."""
-    return replace(plan, token_weights=[(1.0 - mu) * weight for weight in plan.token_weights])
-
-
-def expert_weights(plan: Plan, table: GroupTable, mu: float) -> list[float]:
-    """The weight of each row's expert tokens: mu / their number in the mini-batch, on all ranks; 0 in the policy's rows."""
+def mix(plan: Plan, table: GroupTable, mu: float) -> tuple[Plan, list[float]]:
+    """Returns the plan with (1 - mu) on its token weights, and mu / N for the expert tokens of each row, 0 in the policy's."""
     counts = [sum(end - start for start, end in spans) for spans in table.expert_spans]
-    weights = [0.0] * len(table)
-    for mini in range(len(plan.mini_batches[0])):
-        rows = [row for row in rows_on_all_ranks(plan.mini_batches, mini) if counts[row]]
-        for row in rows:
-            weights[row] = mu / sum(counts[row] for row in rows)
-    return weights
+    return replace(plan, token_weights=[(1.0 - mu) * weight for weight in plan.token_weights]), weights_by_count(
+        plan, counts, mu
+    )
 
 
 def expert_loss(logprobs: Tensor, weights: Tensor, chord: ChordConfig) -> Tensor:

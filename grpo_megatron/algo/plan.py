@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, check_rewards, copies_of
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, CriticConfig
 from grpo_megatron.registry import Registry
-from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch, rows_on_all_ranks
+from grpo_megatron.types import BRANCH, GroupTable, MiniBatches, Plan, is_shared, rows_of_mini_batch
 
 # -- Ranks and micro-batches -------------------------------------------------------------------------------------------
 # The cost of a sequence of s tokens, r of them in the response, is its multiply-adds in a forward pass (models/flops.py
@@ -371,14 +371,8 @@ def assign_rows(
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
     metrics = _group_metrics(policy.joined())
-    plan = Plan(
-        [*advantages, *[None] * len(experts)],
-        [],
-        chosen.mini_batches,
-        metrics,
-        chosen.num_forward_only,
-        chosen.shares_prompts,
-    )
+    advantages = [*advantages, *[None] * len(experts)]
+    plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
         own, whole = (
@@ -428,7 +422,7 @@ def kept_mini_batches(plan: Plan, table: GroupTable) -> list[int]:
     numbers = range(len(plan.mini_batches[0]))
     if not table.num_kept_tokens:
         return list(numbers)
-    return [i for i in numbers if any(table.num_kept_tokens[row] for row in rows_on_all_ranks(plan.mini_batches, i))]
+    return [i for i in numbers if any(table.num_kept_tokens[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
 
 
 def critic_plan(
@@ -501,6 +495,11 @@ def _rows_of_zero_advantage(advantages: Advantages) -> set[int]:
     return {row for row, value in known if not any(value if isinstance(value, list) else [value])}
 
 
+def _rows_on_all_ranks(mini_batches: list[MiniBatches], mini: int) -> list[int]:
+    """The rows of mini-batch number `mini`, of all ranks."""
+    return sorted(row for per_rank in mini_batches for row in rows_of_mini_batch(per_rank[mini]))
+
+
 def row_weights(
     mini_batches: list[MiniBatches], table: GroupTable, copies: list[int], actor: ActorConfig, max_response_length: int
 ) -> list[float]:
@@ -513,7 +512,7 @@ def row_weights(
     trajectories = table.trajectories
     weights = [0.0] * len(trajectories)
     for mini in range(len(mini_batches[0])):
-        present = set(rows_on_all_ranks(mini_batches, mini))
+        present = set(_rows_on_all_ranks(mini_batches, mini))
         counts = {i: sum(num_tokens[row] for row in rows if row in present) for i, rows in enumerate(trajectories)}
         numbers = [i for i, count in counts.items() if count for _ in range(copies[trajectories[i][-1]])]
         mini_weights = token_weights(actor.loss_agg_mode, [counts[i] for i in numbers], norm_length)
@@ -531,12 +530,17 @@ def observation_weights(plan: Plan, table: GroupTable, coefficient: float) -> li
     policy = table.of_policy()
     counts = [length - count for length, count in zip(policy.response_length, policy.num_loss_tokens(), strict=True)]
     counts += [0] * (len(table) - len(policy))
-    weights = [0.0] * len(table)
+    return weights_by_count(plan, counts, coefficient)
+
+
+def weights_by_count(plan: Plan, counts: Sequence[int], coefficient: float) -> list[float]:
+    """coefficient / the counts of all rows in the mini-batch, on all ranks, for each row that has a count; 0 for the others."""
+    weights = [0.0] * len(counts)
     for mini in range(len(plan.mini_batches[0])):
-        rows = rows_on_all_ranks(plan.mini_batches, mini)
+        rows = [row for row in _rows_on_all_ranks(plan.mini_batches, mini) if counts[row]]
         total = sum(counts[row] for row in rows)
         for row in rows:
-            weights[row] = coefficient / total if counts[row] else 0.0
+            weights[row] = coefficient / total
     return weights
 
 

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from grpo_megatron.algo.chord import expert_loss, expert_weights, mixing_weight, with_experts, with_policy_share
+from grpo_megatron.algo.chord import expert_loss, mix, mixing_weight, with_experts
 from grpo_megatron.algo.plan import make_plan, observation_weights
 from grpo_megatron.checks.methods import method_problems
 from grpo_megatron.config import AlgorithmConfig, Config
@@ -70,11 +70,11 @@ def test_the_weights_of_a_mixed_batch() -> None:
     options = actor(ppo_mini_batch_size=1, loss_agg_mode="token-mean")
     algorithm = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
     sizes = {"dp": 1, "train_batch_size": 2, "max_response_length": 9}
-    plan = with_policy_share(make_plan(both, algorithm, options, **sizes), 0.1)
+    plan, weights = mix(make_plan(both, algorithm, options, **sizes), both, 0.1)
     alone = make_plan(policy, algorithm, options, **sizes)
     assert [sorted(rows_of_mini_batch(mini)) for mini in plan.mini_batches[0]] == [[0, 1, 4, 6], [2, 3, 5]]
     assert plan.token_weights == pytest.approx([0.15, 0.15, 0.225, 0.225, 0, 0, 0])
-    assert expert_weights(plan, both, 0.1) == pytest.approx([0, 0, 0, 0, 0.1 / 8, 0.1 / 4, 0.1 / 8])
+    assert weights == pytest.approx([0, 0, 0, 0, 0.1 / 8, 0.1 / 4, 0.1 / 8])
     assert plan.advantages == [0.5, -0.5, 0.5, -0.5, None, None, None]
     assert plan.metrics["critic/unscorable_ratio"] == alone.metrics["critic/unscorable_ratio"] == 0.0
     assert observation_weights(plan, both, 1.0) == [0.0] * 7  # an expert's text is not the environment's
