@@ -19,7 +19,7 @@ from grpo_megatron.types import GroupTable, Plan
 if TYPE_CHECKING:
     from torch import Tensor
 
-COLUMNS = ("prompt_index", "index", "prompt_length", "response_length", "truncated", "holder")  # of every row
+OF_EVERY_ROW = ("prompt_index", "index", "prompt_length", "response_length", "truncated", "holder")
 
 
 def mixing_weight(step: int, chord: ChordConfig) -> float:
@@ -35,7 +35,7 @@ def with_experts(table: GroupTable, experts: GroupTable) -> GroupTable:
     nothing: list[list[tuple[int, int]]] = [[] for _ in range(max(len(table), len(experts)))]
     return replace(
         table,
-        **{name: [*getattr(table, name), *getattr(experts, name)] for name in COLUMNS},
+        **{name: [*getattr(table, name), *getattr(experts, name)] for name in OF_EVERY_ROW},
         shared_length=[*table.shared_length, *experts.prompt_length] if table.shared_length else [],
         reward=[*table.reward, *[math.nan] * len(experts)],
         loss_spans=[*map(table.spans_of, range(len(table))), *nothing[: len(experts)]],

@@ -64,8 +64,8 @@ def check_packages(*, row: Mapping[str, Any], **_: object) -> None:
     Imports no checkers.
     """
     named = {_benchmark_of(name) for name in row.get("instruction_id_list") or ()}
-    checkers = [(PACKAGES[one],) for one in sorted(named)] or [tuple(PACKAGES.values())]
-    packages: list[tuple[str, ...]] = [*((one,) for one in LIBRARIES), *checkers]
+    packages: list[tuple[str, ...]] = [(one,) for one in LIBRARIES]
+    packages += [(PACKAGES[one],) for one in sorted(named)] or [tuple(PACKAGES.values())]
     if missing := [one for one in packages if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
     for name in DATA[: None if "ifbench" in named else 1]:
