@@ -22,6 +22,7 @@ from grpo_megatron.trainer import Trainer
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.stored import metric_rows
+from tests.training.test_guards import replayed
 
 
 def plain_samples(raw: dict[str, Any]) -> list[Any]:
@@ -53,6 +54,7 @@ def test_an_update_is_that_of_a_float64_computation(workspace: Path, tmp_path: P
     raw["method"] = "chord_phi"
     raw["data"] |= {"max_response_length": 40, "shuffle": False}
     raw["trainer"]["total_training_steps"] = 1
+    raw["guards"] = {"grad_norm": {"high": 1e-9}}  # warns, and dumps the update
     results = worlds.run(plain_samples, 2, raw=raw)
     model = AutoModelForCausalLM.from_pretrained(raw["model"]["path"], dtype=torch.float64)
 
@@ -82,4 +84,6 @@ def test_an_update_is_that_of_a_float64_computation(workspace: Path, tmp_path: P
     assert row["actor/expert_loss"] == pytest.approx(expert.item(), rel=1e-5) and row["actor/chord_mu"] == 0.1
     assert row["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert row["actor/pg_loss"] == pytest.approx(value, rel=1e-4)
+    [(code, text)] = replayed(1, dumps=[tmp_path / "run/dumps/step_000000_grad_norm"])[0]
+    assert code == 0 and "actor/expert_loss" in text, text
     assert len(samples) == 18 and row["critic/unscorable_ratio"] == 0.0
