@@ -31,7 +31,7 @@ PANELS = {  # the picture's panels: title -> methods
     "losses": ("grpo", "gspo", "gspo_token", "gmpo", "cispo", "sapo"),
     "masks and weights": ("grpo", "dppo_tv", "ipo", "kpop", "vespo", "fipo", "maxrl", "lite_ppo"),
     "sampling": ("grpo", "dapo", "dupo", "replay", "partial_rollouts"),
-    "unified view": ("grpo", "sft", "rft", "online_rft", "dpo", "dpo_from_file"),
+    "unified view": ("grpo", "sft", "rft", "online_rft", "dpo", "dpo_from_file", "chord_phi", "chord_mu"),
 }
 
 

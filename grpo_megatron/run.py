@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from grpo_megatron.algo.advantages import Advantages, advantage_estimators, with_length_reward, with_overlong_penalty
+from grpo_megatron.algo.chord import mix, mixing_weight, with_experts
 from grpo_megatron.algo.losses import (
     MetricSum,
     PolicyLoss,
@@ -33,11 +34,13 @@ from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
+from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
 from grpo_megatron.models.forward import LossFunction, MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.parallel.exchange import (
+    apply_experts,
     apply_observations,
     apply_plan,
     exchange,
@@ -54,6 +57,7 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.report.step import record_update
 from grpo_megatron.rollout.engine import training_truncation
+from grpo_megatron.sampling.collector import FileCollector, numbered_samples
 from grpo_megatron.sampling.questions import AskedPrompt, prompt_of
 from grpo_megatron.storage.run_files import steps_of
 from grpo_megatron.training.beside import References, build_critic
@@ -216,6 +220,10 @@ class Run:
         self.correction = Correction(config.algorithm, config.actor, self.mesh, config.data)
         self.entropy = EntropyController(config.actor)
         self.loss = self._build_loss(self.entropy.applied())
+        self.experts, self.expert_samples = None, list[Sample]()  # CHORD's rows, and those of the last batch
+        if size := config.algorithm.chord.batch_size:
+            rows = Sampler(self.checked.supervised_rows, size, config.data.shuffle, config.data.seed)
+            self.experts = FileCollector(rows, self.mesh)
         self.guards = Guards(config, self.mesh, self.save_hf, self.heartbeat.phase)
         self.metrics = Metrics(self.device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
@@ -286,6 +294,8 @@ class Run:
             algorithm = self._with_estimator(advantages)
         elif advantages is not None:
             given = self._by_row(samples, advantages, table)
+        if self.experts is not None:
+            samples, table = self._with_experts(self.experts, samples, table)
         with self.metrics.phase("adv"):
             plan = assign_rows(
                 table,
@@ -319,6 +329,10 @@ class Run:
             actor = self.config.actor
             batch.plan = weigh(plan, table, algorithm, actor, max_response_length=limit, distills=distills)
             batch.table = table
+            if self.experts is not None:
+                self.metrics.constant("actor/chord_mu", mu := mixing_weight(self.step, algorithm.chord))
+                batch.plan, weights = mix(batch.plan, table, mu)
+                apply_experts(batch, table, weights)
             apply_plan(batch, batch.plan, self.mesh.dp_rank)
             self.correction.select(batch, actor)
             if actor.echo_coef:
@@ -453,6 +467,17 @@ class Run:
         reward = self.config.reward
         table = with_overlong_penalty(table, reward.overlong_buffer, self.config.data.max_response_length)
         return with_length_reward(table, reward.length)
+
+    def _with_experts(
+        self, experts: FileCollector, samples: Sequence[Sample], table: GroupTable
+    ) -> tuple[list[Sample], GroupTable]:
+        """Add the step's rows of CHORD's expert, which are a function of the step's number. Collective."""
+        size = self.config.algorithm.chord.batch_size
+        experts.cursor = self.step * size
+        self.expert_samples = numbered_samples(experts.groups(self.step, size, self.metrics))
+        for sample in self.expert_samples:
+            sample.prompt_index += max(table.prompt_index, default=-1) + 1
+        return [*samples, *self.expert_samples], with_experts(table, gather_groups(self.expert_samples, self.mesh))
 
     def _old_logprobs(self, batch: Batch) -> torch.Tensor | None:
         config = self.config

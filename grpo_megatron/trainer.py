@@ -157,8 +157,9 @@ class Trainer:
         assert batch.table is not None and batch.plan is not None
         if self.parts.trace is not None:  # before the metrics: every logged step has a trace
             with self.metrics.phase("trace"):
-                self.parts.trace.write(step, samples, batch)
-        self.report.log(step, self.metrics, samples, batch.table, batch.plan, batch, epoch=self.collector.epoch())
+                self.parts.trace.write(step, [*samples, *self.parts.expert_samples], batch)
+        table = batch.table.of_policy()
+        self.report.log(step, self.metrics, samples, table, batch.plan, batch, epoch=self.collector.epoch())
 
     def save(self, steps_done: int) -> None:
         """Save a checkpoint when due; complete one that is written in the background."""

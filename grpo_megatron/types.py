@@ -197,6 +197,9 @@ class GroupTable:
     token_penalties: list[list[float]] = field(default_factory=list)  # subtracted from the reward, per response token
     score_norms: list[list[float]] = field(default_factory=list)  # of the optimal token baseline, per response token
     loss_spans: list[list[TokenSpan]] = field(default_factory=list)  # increasing runs of loss_mask = 1; empty: all ones
+    expert_spans: list[list[TokenSpan]] = field(
+        default_factory=list
+    )  # CHORD: of an expert's rows, the last; empty: none
     num_kept_tokens: list[int] = field(default_factory=list)  # loss tokens that no correction has rejected; empty: all
     values: list[list[float]] = field(
         default_factory=list
@@ -240,6 +243,14 @@ class GroupTable:
         if self.num_kept_tokens:
             columns["num_kept_tokens"] = [sum(self.num_kept_tokens[row] for row in rows) for rows in parts]
         return GroupTable(**columns)
+
+    def of_policy(self) -> GroupTable:
+        """The table without rows of an expert (algo/chord.py)."""
+        if not self.expert_spans:
+            return self
+        count = sum(not spans for spans in self.expert_spans)
+        columns = {name: getattr(self, name)[:count] for name in self.__dataclass_fields__}
+        return GroupTable(**{**columns, "expert_spans": []})
 
     def _moved(self, column: list[list[Any]], rows: list[int], shift: int) -> list[Any]:
         starts = [0, *itertools.accumulate(self.response_length[row] for row in rows)]
@@ -387,6 +398,7 @@ class Batch:
     observation_weights: Tensor | None = (
         None  # float32 [B, R], of tokens that an environment wrote; None: they teach nothing
     )
+    expert_weights: Tensor | None = None  # float32 [B, R], CHORD: of tokens that an expert wrote; None: there are none
     values: Tensor | None = None  # float32 [B, R], the critic's before its update; None: no critic
     returns: Tensor | None = None  # float32 [B, R], what the critic learns
     images: list[tuple[PromptImage, ...]] = field(default_factory=list)  # of each row's prompt; empty: no row has any

@@ -32,7 +32,7 @@ class MaskedInputs:
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, f"mask must be bool, not {self.mask.dtype}"
         for name, value in vars(self).items():
-            if value is None or name in ("mask", "observation_loss"):
+            if value is None or name in ("mask", "observation_loss", "all_logprobs", "expert_weights"):
                 continue
             # A [B, 1] or [R] tensor would broadcast into a plausible, wrong loss.
             assert value.shape == self.mask.shape, f"{name} is {value.shape}, mask is {self.mask.shape}"
@@ -55,6 +55,8 @@ class LossInputs(MaskedInputs):
     selected: Float[Tensor, "B R"] | None = None  # 1 at the tokens that selection.py has chosen; None: it chooses none
     ages: Float[Tensor, "B R"] | None = None  # A-3PO: steps since each token was sampled
     observation_loss: Float[Tensor, "B R"] | None = None  # ECHO: weighed, at text of the environment; not masked
+    all_logprobs: Float[Tensor, "B R"] | None = None  # CHORD: as `logprobs`, not masked
+    expert_weights: Float[Tensor, "B R"] | None = None  # CHORD: of tokens of an expert; not masked
     # Distillation (distillation.py). None: the batch has no teacher, or the objective is another one
     teacher_logprobs: Float[Tensor, "B R"] | None = None  # of the row's teacher
     teacher_weights: Float[Tensor, "B R"] | None = None  # coefficient * the token's weight; 0: no teacher

@@ -341,23 +341,28 @@ def assign_rows(
     """
     from grpo_megatron.algo.losses import forward_only_at_zero_advantage, loss_facts  # they import torch
 
+    policy = table.of_policy()
     if given is None:
-        trainable = _trainable(table, algorithm, distills)
-        advantages = _advantages(table, algorithm, trainable)
+        trainable = _trainable(policy, algorithm, distills)
+        advantages = _advantages(policy, algorithm, trainable)
     else:
-        trainable, advantages = [count > 0 for count in table.num_loss_tokens()], given
-    copies = copies_of(table, algorithm)
+        trainable, advantages = [count > 0 for count in policy.num_loss_tokens()], given
+    copies = copies_of(policy, algorithm)
     in_loss = [
         can_train and advantage is not None and count > 0
         for can_train, advantage, count in zip(trainable, advantages, copies, strict=True)
     ]
     paired = loss_facts(actor).paired
     minis: list[list[Unit]] = []
-    for groups in groups_of_mini_batches(table, copies, actor.mini_batch_size(train_batch_size)):
+    for groups in groups_of_mini_batches(policy, copies, actor.mini_batch_size(train_batch_size)):
         minis.append([])
         for group in groups:
             rows = [row for row in group if in_loss[row]]
             minis[-1] += _pairs(rows, advantages) if paired else [[row] for row in rows]
+    experts = range(len(policy), len(table))  # CHORD: equal parts for the mini-batches
+    minis = minis or [[] for _ in experts[:1]]
+    for number, row in enumerate(experts):
+        minis[number % len(minis)].append([row])
     is_silent = forward_only_at_zero_advantage(algorithm, actor) and not distills
     silent = _rows_of_zero_advantage(advantages) if is_silent else set()
     if exact:
@@ -365,7 +370,8 @@ def assign_rows(
     else:
         chosen = _lighter(minis, table, actor, dp, cost or SequenceCost(1, 0, 0), silent)
 
-    metrics = _group_metrics(table.joined())
+    metrics = _group_metrics(policy.joined())
+    advantages = [*advantages, *[None] * len(experts)]
     plan = Plan(advantages, [], chosen.mini_batches, metrics, chosen.num_forward_only, chosen.shares_prompts)
     metrics |= _balance_metrics(plan, chosen)
     if actor.share_prompts:
@@ -392,9 +398,11 @@ def weigh(
     counts, and a mini-batch without a kept token is dropped. `max_response_length`, in tokens, is L of
     seq-mean-token-sum-norm when `loss_scale_factor` is null. No row changes its rank.
     """
-    advantages = plan.advantages
+    advantages, policy = plan.advantages, table.of_policy()
+    of_experts = len(table) - len(policy)
     if table.token_penalties or table.values or table.score_norms:
-        advantages = _advantages(table, algorithm, _trainable(table, algorithm, distills))
+        estimated = _advantages(policy, algorithm, _trainable(policy, algorithm, distills))
+        advantages = [*estimated, *[None] * of_experts]
     kept = kept_mini_batches(plan, table)
     weighed = replace(
         plan,
@@ -402,8 +410,8 @@ def weigh(
         mini_batches=[[of_rank[i] for i in kept] for of_rank in plan.mini_batches],
         num_forward_only=[plan.num_forward_only[i] for i in kept] if plan.num_forward_only else [],
     )
-    copies = copies_of(table, algorithm)
-    weights = row_weights(weighed.mini_batches, table, copies, actor, max_response_length)
+    copies = copies_of(policy, algorithm)
+    weights = row_weights(weighed.mini_batches, policy, copies, actor, max_response_length) + [0.0] * of_experts
     wrong = set(weighed.rows_without_backward()) - _rows_of_zero_advantage(advantages)
     assert not wrong, f"rows {sorted(wrong)[:10]} got an advantage, and the plan gives them no backward pass"
     return replace(weighed, token_weights=weights)
@@ -519,13 +527,20 @@ def observation_weights(plan: Plan, table: GroupTable, coefficient: float) -> li
     ECHO: the policy also learns to predict them, by cross entropy (as in prime-rl, with one coefficient for all roles, and
     with the chat template's marks around them). Text that a later row of a trajectory has in its prompt is not among them.
     """
-    counts = [length - count for length, count in zip(table.response_length, table.num_loss_tokens(), strict=True)]
-    weights = [0.0] * len(table)
+    policy = table.of_policy()
+    counts = [length - count for length, count in zip(policy.response_length, policy.num_loss_tokens(), strict=True)]
+    counts += [0] * (len(table) - len(policy))
+    return weights_by_count(plan, counts, coefficient)
+
+
+def weights_by_count(plan: Plan, counts: Sequence[int], coefficient: float) -> list[float]:
+    """coefficient / the counts of all rows in the mini-batch, on all ranks, for each row that has a count; 0 for the others."""
+    weights = [0.0] * len(counts)
     for mini in range(len(plan.mini_batches[0])):
-        rows = _rows_on_all_ranks(plan.mini_batches, mini)
+        rows = [row for row in _rows_on_all_ranks(plan.mini_batches, mini) if counts[row]]
         total = sum(counts[row] for row in rows)
         for row in rows:
-            weights[row] = coefficient / total if total else 0.0
+            weights[row] = coefficient / total
     return weights
 
 

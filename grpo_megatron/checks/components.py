@@ -200,6 +200,10 @@ def stream_problems(config: Config) -> Problems:
     )
     if pieces and (config.algorithm.source == "file" or data.sampling.weight != "uniform"):
         yield f"{key}: not with {k.algorithm.source} (file), nor {k.data.sampling.weight} (other than uniform); leave it out"
+    named = {piece.source for piece in pieces}  # None: all sources that are no streams
+    unread = [one.name for one in data.sources if one.name not in named and (None not in named or one.name in endless)]
+    if pieces and unread:
+        yield f"{key}: no piece has the source {unread[0]!r}, so that nothing of it would be sampled; add one, or leave it out"
     for piece in pieces:
         where, is_ranged = f"{key} ({piece.name})", (piece.min_pass_rate, piece.max_pass_rate) != (0, 1)
         if piece.source is not None and piece.source not in (names := [source.name for source in data.sources]):

@@ -56,8 +56,12 @@ def missing_keys(config: Config) -> Problems:
             f"{k.trainer.val_before_train}, {k.trainer.test_freq}: validation needs {k.data.val_files:key}; set it (or"
             " data.val_tasks, or data.val_loss_files), or val_before_train=false and test_freq=-1"
         )
-    if config.sft.steps and not config.sft.train_files:
-        yield f"{k.sft.steps} needs rows to learn from; set sft.train_files, or sft.steps=0"
+    for key, is_used in (
+        (k.sft.steps, config.sft.steps),
+        (k.algorithm.chord.batch_size, config.algorithm.chord.batch_size),
+    ):
+        if is_used and not config.sft.train_files:
+            yield f"{key} needs rows to learn from; set sft.train_files, or {key:key}=0"
 
 
 def only_present(config: Config) -> Config:
@@ -212,7 +216,8 @@ def read_train_prompts(
         prompts = select_prompts(prompts, config.data.sampling)
     if config.data.sampling.pass_rates is not None and not prompts:  # there is no tokenizer, or no file on this machine
         read_pass_rates(config.data.sampling.pass_rates)
-    if config.data.curriculum.pieces and prompts:
+    known = {None, *(source.name for source in config.data.sources)}
+    if prompts and config.data.curriculum.pieces and known >= {one.source for one in config.data.curriculum.pieces}:
         prompt_sampler(prompts, config.data)  # raises ConfigError where a piece has no prompt
     return prompts
 
@@ -256,8 +261,8 @@ def _read_prompts(
 def _read_supervised(
     config: Config, tokenizer: Any | None, renderer: TurnRenderer | None, end_token_ids: Sequence[int]
 ) -> Sequence[OfflineGroup]:
-    """Reads the rows of the supervised warmup. `renderer` is that of the rollouts, if they have several turns."""
-    files = config.sft.train_files if config.sft.steps else []
+    """Reads the rows of the supervised warmup, and of CHORD. `renderer` is that of the rollouts, if they have several turns."""
+    files = config.sft.train_files if config.sft.steps or config.algorithm.chord.batch_size else []
     return _read(
         "sft.train_files",
         files,

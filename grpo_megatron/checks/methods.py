@@ -221,6 +221,13 @@ def _losses(config: Config) -> Problems:
                     f"{k.algorithm.rollout_correction.prox_logp_method} has no pass for old log-probabilities, which {other}"
                     " reads or replaces; set prox_logp_method=recompute"
                 )
+    if (size := config.algorithm.chord.batch_size) and config.teachers:
+        yield f"{k.algorithm.chord.batch_size} mixes rows of an expert into the batch, which teachers do not score; leave one out"
+    if 0 < size < (updates := actor.num_mini_batches(config.data.train_batch_size)):
+        yield (
+            f"{k.algorithm.chord.batch_size} rows in {updates} optimizer steps of {k.actor.ppo_mini_batch_size} prompts: some"
+            f" would have none; set batch_size={updates} or more"
+        )
     if not facts.paired:
         return
     if not advantage_estimators.facts(config.algorithm.adv_estimator).makes_pairs:
@@ -607,6 +614,8 @@ def budget_problems(config: Config) -> Problems:
     k, budget = keys_of(config), config.reward.budget
     if budget.folder is None:
         return
+    if not budget.limits:
+        yield f"{k.reward.budget.folder} limits nothing; set {k.reward.budget.cost:key} or {k.reward.budget.tokens:key}"
     parts, own = config.reward.components, [source.reward for source in config.data.sources]
     tables = [config.reward.kwargs, *(part.kwargs for part in parts)]
     judges = [

@@ -118,12 +118,11 @@ def ask_teachers(config: Config, tokenizer: Any, num_ids: int) -> None:
 
 
 def _check_columns(config: Config, prompt: Prompt) -> None:
-    """Raises ConfigError where nothing gives a parameter of the user's functions: no column of this row, and no kwargs."""
+    """Raises ConfigError where nothing gives a parameter of a function: no column of this row, and no kwargs."""
     parts = [(part["function"], part["kwargs"]) for part in resolved_components(config)]
     for function, kwargs in parts if prompt.reward == COMPOSITE else [(prompt.reward, config.reward.kwargs)]:
         try:
-            if ":" in function:
-                check_reward(function, kwargs, prompt.columns)
+            check_reward(function, kwargs, prompt.columns)
         except ValueError as error:
             raise ConfigError(f"reward.function: {error} (row {prompt.uid})") from error
 

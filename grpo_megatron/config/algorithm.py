@@ -32,6 +32,27 @@ class ReplayConfig(Section):
     """largest age of a group, in steps; older groups are dropped"""
 
 
+class ChordConfig(Section):
+    """CHORD: rows of `sft.train_files` in every batch, beside the policy's samples (algo/chord.py)."""
+
+    batch_size: Annotated[
+        Fixed[int],
+        Needs("algorithm.source=policy"),
+        Needs("rollout.placement=colocated"),
+        Needs("actor.loss_mode:paired=false"),
+        Needs("algorithm.adv_estimator:needs_values=false"),
+    ] = Field(0, ge=0)
+    """rows per step, in equal parts for its optimizer steps; 0: off"""
+    mu: Annotated[float, Needs(".batch_size>0")] = Field(0.1, ge=0, lt=1)
+    """weight of their loss, at the first step; the policy's samples have the rest"""
+    mu_end: Annotated[float | None, Needs(".batch_size>0")] = Field(None, ge=0, lt=1)
+    """the weight from step mu_steps on, along a cosine; null: mu throughout"""
+    mu_steps: Annotated[int, Needs(".mu_end")] = Field(200, ge=1)
+    """steps from mu to mu_end"""
+    phi: Annotated[bool, Needs(".batch_size>0")] = True
+    """weigh each of their tokens by p (1 - p), p its probability; false: plain cross entropy"""
+
+
 class KlCtrl(Section):
     """The coefficient of the KL penalty in the reward. adaptive: it follows target_kl (algo/kl.py)."""
 
@@ -103,3 +124,4 @@ class AlgorithmConfig(Section):
     mask_truncated_samples: bool = False
     """responses cut at the limit of tokens (not of turns): out of the loss, in their group's statistics"""
     replay: ReplayConfig = ReplayConfig()
+    chord: ChordConfig = ChordConfig()

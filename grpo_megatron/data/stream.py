@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_megatron.config import ConfigError, DataConfig
-from grpo_megatron.data.images import has_images
-from grpo_megatron.data.prompts import PromptReader
+from grpo_megatron.data.images import empty_images, has_images
+from grpo_megatron.data.prompts import PromptReader, image_format
 from grpo_megatron.data.rows import ROWS_PER_CHUNK, RowSet, checked_row, plain_value
 from grpo_megatron.data.sampler import FirstRankShare, LazySequence, Mixture, Sampler, alone
 from grpo_megatron.data.task import get_task
@@ -123,6 +123,7 @@ class StreamPrompts(LazySequence[Prompt]):
     def fitting(self, stream: RowStream, count: int) -> list[NumberedRow]:
         """Read the next `count` rows whose prompts fit into data.max_prompt_length. No row beyond them is read."""
         data, kept, dropped = self.reader.data, list[NumberedRow](), 0
+        reads_images = image_format(self.reader.tokenizer) is not None
         while len(kept) < count:
             rows = [stream.next_row() for _ in range(count - len(kept))]
             questions = []
@@ -130,6 +131,8 @@ class StreamPrompts(LazySequence[Prompt]):
                 try:
                     if has_images(row):
                         raise ValueError("has images, which a stream cannot have; write the rows to a file")
+                    if reads_images and (empty := empty_images(row)):
+                        raise ValueError(empty)
                     questions.append((number, self.reader.parsed(row)[0]))
                 except ValueError as error:
                     raise ConfigError(f"data stream {self.name!r}: row {number}: {error}") from error

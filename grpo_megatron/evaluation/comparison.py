@@ -15,7 +15,8 @@ from typing import Annotated, Any
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.sampler import Z
-from grpo_megatron.evaluation.results import MEAN_REWARD, limited, read_result, read_samples
+from grpo_megatron.evaluation.results import MEAN_REWARD, grader_identity, limited, read_result, read_samples
+from grpo_megatron.evaluation.settings import EvaluationSettings
 from grpo_megatron.report.console import format_table
 from grpo_megatron.untrusted import visible
 
@@ -56,13 +57,20 @@ def print_comparison(options: CompareOptions) -> int:
     return 0
 
 
-def print_against(base: Path, folder: Path) -> None:
-    """Print the comparison of a base (A) with an evaluation (B), and what changed; or say why they cannot be compared."""
+def check_against(base: Path, settings: EvaluationSettings) -> None:
+    """Check that an evaluation can be compared with a base, before it samples. Raises ConfigError."""
+    kinds = {run.name: {"greedy": run.answers.greedy, "right": run.answers.samples > 0} for run in settings.runs}
+    tasks = {run.name: {**run.identity(), **grader_identity(run), "problems": kinds[run.name]} for run in settings.runs}
     try:
-        print()
-        print_comparison(CompareOptions(a=base, b=folder, changed=True, any_template=True))
+        comparable_tasks(read_result(base), {"tasks": tasks}, any_template=True)
     except ConfigError as error:
-        print(f"--against {base}: {error}")
+        raise ConfigError(f"--against {base}: {error} (A is the base, B this evaluation)") from None
+
+
+def print_against(base: Path, folder: Path) -> None:
+    """Print the comparison of a base (A) with an evaluation (B), and what changed. Raises ConfigError."""
+    print()
+    print_comparison(CompareOptions(a=base, b=folder, changed=True, any_template=True))
 
 
 # -- problem by problem ------------------------------------------------------------------------------------------------
@@ -126,18 +134,23 @@ def compare_results(a: dict[str, Any], b: dict[str, Any], *, any_template: bool 
 
     Raises ConfigError where the two cannot be paired.
     """
+    pairs = comparable_tasks(a, b, any_template=any_template)
+    return [
+        {"task": name, **row, "limit": limited(one)}
+        for name, (one, other) in pairs.items()
+        for row in _paired_rows(one, other)
+    ]
+
+
+def comparable_tasks(a: dict[str, Any], b: dict[str, Any], *, any_template: bool) -> dict[str, tuple[Any, Any]]:
+    """Pair the tasks of both results. Raises ConfigError where one of them cannot be paired, or none is in both."""
     pairs = {name: (task, b["tasks"][name]) for name, task in a["tasks"].items() if name in b["tasks"]}
     if not pairs:
         raise ConfigError(f"no task in common: A has {', '.join(a['tasks'])}, B has {', '.join(b['tasks'])}")
-    problems, rows = [], []
-    for name, (one, other) in pairs.items():
-        if problem := _mismatch(one, other, any_template):
-            problems.append(f"task {name!r}: {problem}")
-        else:
-            rows += [{"task": name, **row, "limit": limited(one)} for row in _paired_rows(one, other)]
-    if problems:
+    mismatches = {name: _mismatch(*pair, any_template) for name, pair in pairs.items()}
+    if problems := [f"task {name!r}: {problem}" for name, problem in mismatches.items() if problem]:
         raise ConfigError("\n".join(problems))
-    return rows
+    return pairs
 
 
 def _mismatch(a: dict[str, Any], b: dict[str, Any], any_template: bool) -> str | None:

@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpo_megatron.evaluation import page as report
 from grpo_megatron.evaluation import results
 from grpo_megatron.evaluation.ask import Asker
 from grpo_megatron.evaluation.card import write_card
-from grpo_megatron.evaluation.comparison import print_against
+from grpo_megatron.evaluation.comparison import check_against, print_against
 from grpo_megatron.evaluation.grading import GRADER_TIMEOUT_S, grade_file
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions, GradeOptions, TasksOptions
@@ -73,9 +74,9 @@ def run_evaluation(options: EvaluateOptions, start_ranks: StartRanks | None) -> 
     """
     is_rank = "RANK" in os.environ
     num_ranks = _num_ranks(options, is_rank)
-    if options.against is not None:
-        results.read_result(options.against)  # a mistake is found before anything is sampled
     settings = prepare(options)
+    if options.against is not None:
+        check_against(options.against, settings)
     is_owner = start_ranks is not None and os.environ.get("RANK", "0") == "0"
     with claim_output(options.folder) if is_owner else contextlib.nullcontext():
         if is_owner:
@@ -189,7 +190,8 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
     tasks = results.read_result(path)["tasks"] if path.exists() else {}
     again = {run.name for run in settings.runs}
     graded = {name: results.read_samples(samples / f"{name}.jsonl") for name in tasks if name not in again}
-    with RewardPool(options.workers, GRADER_TIMEOUT_S) as pool:
+    kwargs = {"unsafe": True} if options.unsafe else {}
+    with RewardPool(options.workers, GRADER_TIMEOUT_S, kwargs) as pool:
         for run in settings.runs:
             start = time.monotonic()
             problems = graded[run.name] = results.grade_task(settings, run, pool)
@@ -203,6 +205,7 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
     write_card(options.folder, result, options.contamination)
     # last, so that it exists only with all other files
     write_file(path, json.dumps(result, indent=1) + "\n")
+    shutil.rmtree(options.folder / "grades", ignore_errors=True)
     print(
         f"\n{visible(results.result_tables(result))}\n\nwrote {options.folder}/results.json, samples/, report.html, card.md"
     )
@@ -212,7 +215,7 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
 
 def grade_rows(options: GradeOptions) -> int:
     """Grade the completions of a file; returns the exit code."""
-    counts = grade_file(options.task, options.rows, options.output, options.workers)
+    counts = grade_file(options.task, options.rows, options.output, options.workers, unsafe=options.unsafe)
     print(", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()))
     return 0
 

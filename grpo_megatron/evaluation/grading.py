@@ -12,7 +12,8 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +22,13 @@ from tqdm import tqdm
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
-from grpo_megatron.data.task import get_task, task_names
-from grpo_megatron.rewards import check_reward, extractors
+from grpo_megatron.data.task import get_task, source_sha256, task_names
+from grpo_megatron.evaluation.ledger import append_lines
+from grpo_megatron.rewards import check_reward, extractors, rewards
 from grpo_megatron.rewards.answers import answer_form
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardItem
+from grpo_megatron.rewards.reward import RewardItem, read_signature
+from grpo_megatron.rewards.services import result_key
 from grpo_megatron.storage.files import write_file
 
 GRADER_TIMEOUT_S = 10.0
@@ -57,13 +60,41 @@ class Grade:
         return float(self.correct) if self.reward is None else self.reward
 
 
-def grader_of(task: str) -> str:
-    """Find the reward that grades a task. Raises ConfigError: unknown, or without a reward of its own."""
+class KeptGrades:
+    """The grades of one task on disk, until results.json has them: a command that is killed while it grades goes on.
+
+    A line is {"key": digest of all that the grade depends on, "grade": {...}}. A grader that failed is asked again.
+    """
+
+    def __init__(self, output: Path, task: str) -> None:
+        self.path, self.grades = output / "grades" / f"{task}.jsonl", dict[str, Grade]()
+        content = self.path.read_bytes() if self.path.exists() else b""
+        for line in content[: content.rfind(b"\n") + 1].splitlines():
+            row = json.loads(line)
+            self.grades[row["key"]] = Grade(**row["grade"])
+
+    def add(self, grades: Mapping[str, Grade]) -> None:
+        """Append the grades of graders that did not fail."""
+        append_lines(
+            self.path, [{"key": k, "grade": asdict(g)} for k, g in grades.items() if g.status in ("ok", "none")]
+        )
+
+
+def kwargs_of(name: str, unsafe: bool) -> dict[str, Any]:
+    """Make the arguments of a grader: `unsafe`, if it has that one."""
+    return {"unsafe": True} if unsafe and "unsafe" in read_signature(rewards.get(name)).names else {}
+
+
+def grader_of(task: str, row: Mapping[str, Any] | None = None, *, unsafe: bool = False) -> str:
+    """Find the reward that grades a task. Raises ConfigError: unknown, without a reward of its own, or not here.
+
+    `row`: the first one, for checks that depend on rows. `unsafe`: programs need no sandbox.
+    """
     try:
         name = get_task(task).reward if task in task_names() else task
         if name is None:
             raise ValueError(f"task {task!r} has no reward of its own; name a reward")
-        check_reward(name)
+        check_reward(name, kwargs_of(name, unsafe), row)
     except ValueError as error:
         what = "grade task" if task in task_names() else "grade with"
         raise ConfigError(f"cannot {what} {task!r}: {error}") from None
@@ -79,13 +110,14 @@ def grade(
     rows: Sequence[Mapping[str, Any]] = (),
     prompts: Sequence[str] = (),
     shows_progress: bool = False,
+    kept: KeptGrades | None = None,
 ) -> list[Grade]:
     """Grade every completion, in order. `answers` are the reference answers.
 
     `rows` and `prompts`, of each completion if given, are for rewards that read them. Raises ConfigError for a task that has
-    no grader, RuntimeError when the workers cannot run.
+    no grader, RuntimeError when the workers cannot run. `kept`: those that are known, which gets the others.
     """
-    name = grader_of(task)
+    name = grader_of(task, unsafe="unsafe" in pool.kwargs)
     reader = extractors.get(name) if name in extractors.names() else None
     predictions = [reader.extract(completion) if reader else None for completion in completions]
     grades = {  # equal strings need no worker
@@ -93,6 +125,11 @@ def grade(
         for number, (answer, prediction) in enumerate(zip(answers, predictions, strict=True))
         if name == "math" and prediction == answer
     }
+    if kept is not None:
+        code = source_sha256(name.partition(":")[0]) if ":" in name else version("grpo-megatron")
+        columns = zip(answers, completions, prompts or [""] * len(answers), rows or [{}] * len(answers), strict=True)
+        keys = [result_key(name, code, *column) for column in columns]
+        grades |= {number: kept.grades[key] for number, key in enumerate(keys) if key in kept.grades}
     todo = [number for number in range(len(answers)) if number not in grades]
     disable = None if shows_progress else True  # None: where there is no terminal
     with tqdm(total=len(answers), initial=len(grades), unit="answers", disable=disable) as bar:
@@ -113,24 +150,28 @@ def grade(
                 reward = None if reader else score
                 weight = result.metrics.get("acc_weight", 1.0)
                 grades[number] = Grade(score == 1.0, predictions[number], result.status, result.message, reward, weight)
+            if kept is not None:
+                kept.add({keys[number]: grades[number] for number in chunk})
             bar.update(len(chunk))
     return [grades[number] for number in range(len(answers))]
 
 
 def same_answers(task: str, pairs: Sequence[tuple[str, str]], pool: RewardPool) -> list[bool]:
     """Tell for each pair of predictions whether the task's grader finds them equal."""
-    form = answer_form("", [grader_of(task)])
+    form = answer_form("", [grader_of(task, unsafe="unsafe" in pool.kwargs)])
     grades = grade(task, [one for one, _ in pairs], [form.response(other, "") for _, other in pairs], pool)
     return [verdict.correct for verdict in grades]
 
 
-def grade_file(task: str, rows_path: Path | str, output_path: Path | str, workers: int = 1) -> dict[str, int]:
+def grade_file(
+    task: str, rows_path: Path | str, output_path: Path | str, workers: int = 1, *, unsafe: bool = False
+) -> dict[str, int]:
     """Grade a .jsonl file of {"answer", "completion", ...}: the same rows with "correct" and "prediction", in order.
 
     A row whose grader failed also gets "status". The output file is complete or absent. Returns the numbers of rows, of
     correct ones, and of each failure. Raises ConfigError that names the wrong lines.
     """
-    name, output = grader_of(task), Path(output_path)
+    name, output = grader_of(task, unsafe=unsafe), Path(output_path)
     if output.is_dir() or not output.parent.is_dir():
         reason = "it is a folder" if output.is_dir() else "it is not in a folder"
         raise ConfigError(f"cannot write {str(output)!r}: {reason}")
@@ -149,11 +190,11 @@ def grade_file(task: str, rows_path: Path | str, output_path: Path | str, worker
         print(f"{answers.count('')} of {len(answers)} reference answers are empty", file=sys.stderr)
     completions = [row["completion"] for row in rows]
     try:
-        check_reward(name, {}, rows[0])
+        check_reward(name, kwargs_of(name, unsafe), rows[0])
     except ValueError as error:
         raise ConfigError(f"cannot grade task {task!r}: {error}") from None
     prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else "" for row in rows]
-    with RewardPool(workers, GRADER_TIMEOUT_S) as pool:
+    with RewardPool(workers, GRADER_TIMEOUT_S, kwargs_of(name, unsafe)) as pool:
         grades = grade(task, answers, completions, pool, rows=rows, prompts=prompts, shows_progress=True)
     graded = (
         {

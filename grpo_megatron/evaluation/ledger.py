@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,14 +78,18 @@ class Ledger:
         return entries
 
     def append(self, block: int, completions: list[LedgerEntry]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"block_{block:04d}.jsonl"
-        data = "".join(json.dumps(asdict(entry), ensure_ascii=True) + "\n" for entry in completions).encode()
-        with path.open("a+b") as file:
-            _cut_torn_line(file)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.folder / f"block_{block:04d}.jsonl", map(asdict, completions))
+
+
+def append_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows behind the last complete line of a file, which need not exist: one write, flushed and synced."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    with path.open("a+b") as file:
+        _cut_torn_line(file)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _read_entry(row: dict[str, Any]) -> LedgerEntry:

@@ -24,6 +24,9 @@ prompting, sampling, execution = (partial(Option, group=group) for group in (PRO
 TopP = partial(sampling, metavar="P", gt=0, le=1)
 MaxTokens = partial(sampling, metavar="N", ge=1, le=100_000_000)
 Workers = partial(Option, "processes that grade (default: one per core)", "N", ge=1, le=1024)
+Unsafe = partial(
+    Option, "programs of answers run without a sandbox where this machine has none: they can read and change files"
+)
 CORES = os.cpu_count() or 1
 
 
@@ -142,6 +145,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
     ] = None
     batch_size: Annotated[int, execution("samples between two writes to the disk", "N", ge=1, le=1_000_000)] = 2048
     workers: Annotated[int, Workers(group=EXECUTION)] = CORES
+    unsafe: Annotated[bool, Unsafe(group=EXECUTION)] = False
 
     @property
     def folder(self) -> Path:
@@ -254,6 +258,7 @@ class GradeOptions(Options):
     task: Annotated[str, Option("gsm8k or math", "NAME")]
     output: Annotated[Path, Option("a new file", "OUT.jsonl")]
     workers: Annotated[int, Workers()] = CORES
+    unsafe: Annotated[bool, Unsafe()] = False
 
 
 class TasksOptions(Options):

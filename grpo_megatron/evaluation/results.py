@@ -25,7 +25,7 @@ from grpo_megatron.evaluation.estimates import (
     reported_ks,
     vote_classes,
 )
-from grpo_megatron.evaluation.grading import Grade, grade, same_answers
+from grpo_megatron.evaluation.grading import Grade, KeptGrades, grade, same_answers
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, PlayedTurn
 from grpo_megatron.evaluation.settings import ENVIRONMENT, REWARD, EvaluationSettings, TaskRun
 from grpo_megatron.imports import installed_versions
@@ -95,7 +95,8 @@ def grade_task(settings: EvaluationSettings, run: TaskRun, pool: RewardPool) -> 
     size = len(run.answers.indices)
     entries = [(*asked[number // size], answered[key]) for number, key in enumerate(keys)]
     samples = [(problem, prompt.text, entry) for problem, prompt, entry in entries]
-    columns = [grade_samples(grader, samples, pool) for grader in run.graders.values()]
+    kept = KeptGrades(settings.options.folder, run.name)
+    columns = [grade_samples(grader, samples, pool, kept) for grader in run.graders.values()]
     graded = [GradedSample(entry, tuple(grades)) for (_, _, entry), *grades in zip(samples, *columns, strict=True)]
     return [
         GradedProblem(problem, prompt.text, graded[number * size :][:size], thumbnails(prompt.images))
@@ -113,7 +114,10 @@ def gives_fractions(graded: Sequence[GradedProblem], column: int = 0) -> bool:
 
 
 def grade_samples(
-    grader: str, samples: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]], pool: RewardPool
+    grader: str,
+    samples: Sequence[tuple[BenchmarkProblem, str, LedgerEntry]],
+    pool: RewardPool,
+    kept: KeptGrades | None = None,
 ) -> list[Grade]:
     """Grade each (problem, prompt, sample). A `<think>` with which the prompt begins the response belongs to it."""
     if grader == ENVIRONMENT:
@@ -125,6 +129,7 @@ def grade_samples(
         pool,
         rows=[problem.row for problem, _, _ in samples],
         prompts=[prompt for _, prompt, _ in samples],
+        kept=kept,
     )
 
 
@@ -136,6 +141,12 @@ def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
         yield f"  WARNING: the grader failed {len(failed)} times, first at {first.entry.uid}: {first.grades[0].message}"
 
 
+def grader_identity(run: TaskRun) -> dict[str, Any]:
+    """Name the graders of a task, with digests of those that are the user's."""
+    written = sorted({name for name in run.graders.values() if ":" in name})
+    return {"graders": run.graders, "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in written}}
+
+
 def task_result(run: TaskRun, graded: list[GradedProblem], pool: RewardPool) -> dict[str, Any]:
     """Make the entry of one task in results.json."""
     samples = [sample for problem in graded for sample in problem.samples]
@@ -145,13 +156,11 @@ def task_result(run: TaskRun, graded: list[GradedProblem], pool: RewardPool) -> 
         "level": _scores_by(run, graded, lambda problem: problem.level),
     }
     is_mean, totals = gives_fractions(graded), [f"{problem.total():.12g}" for problem in graded]
-    written = sorted({name for name in run.graders.values() if ":" in name})
     return {
         "title": run.dataset.task.title,
         **run.identity(),
         "num_in_file": run.dataset.num_in_file,
-        "graders": run.graders,
-        "reward_sha256": {name: source_sha256(name.partition(":")[0]) for name in written},
+        **grader_identity(run),
         "scores": {
             name: _grader_scores(run, graded, column, grader, pool)
             for column, (name, grader) in enumerate(run.graders.items())

@@ -26,7 +26,6 @@ from grpo_megatron.evaluation.ask import AnswerSettings, AskedModel, weights_sha
 from grpo_megatron.evaluation.grading import grader_of
 from grpo_megatron.evaluation.ledger import Key, check_output
 from grpo_megatron.evaluation.options import EvaluateOptions
-from grpo_megatron.rewards import check_reward
 from grpo_megatron.types import Prompt
 
 Format = Literal["chat", "text"]
@@ -190,17 +189,17 @@ class EvaluationSettings:
 def prepare(options: EvaluateOptions) -> EvaluationSettings:
     """Read and check everything. Raises ConfigError; nothing was written or started."""
     tasks = _chosen_tasks(options)
-    gives_rewards = _check_graders(tasks)
+    gives_rewards = _check_graders(tasks, options.unsafe)
     places = DataPlaces(options.data, {name or tasks[0].name: path for name, path in options.files.items()})
     problems, datasets = ProblemList(), list[Dataset]()
     model = problems.attempt("", AskedModel.read, options, options.chat_template)
     try:
         images = image_format(model.tokenizer) if model else None
         datasets = read_datasets(tasks, places, lambda task: _num_fewshot(options, task), options.limit, images)
-        if options.reward is not None:
-            for dataset in datasets:
-                check_reward(options.reward, {}, dataset.problems[0].row)
-    except ValueError as error:  # of check_reward too
+        for dataset in datasets:
+            for grader in dataset.task.graders.values():
+                problems.attempt("", grader_of, grader, dataset.problems[0].row, unsafe=options.unsafe)
+    except ValueError as error:
         problems.add([str(error)])
     problems.raise_if_any()
     assert model is not None
@@ -227,7 +226,7 @@ def _chosen_tasks(options: EvaluateOptions) -> list[Task]:
     return [dataclasses.replace(task, **graded) for task in tasks]
 
 
-def _check_graders(tasks: list[Task]) -> set[str]:
+def _check_graders(tasks: list[Task], unsafe: bool) -> set[str]:
     """Find the tasks whose environment gives the rewards. Raises ConfigError: a task without a grader, an unknown grader."""
     problems, gives_rewards = ProblemList(), set()
     for task in tasks:
@@ -241,7 +240,7 @@ def _check_graders(tasks: list[Task]) -> set[str]:
         except ConfigError as error:
             problems.add([_in_task(task, error)])
         for grader in task.graders.values():
-            problems.attempt("", grader_of, grader)
+            problems.attempt("", grader_of, grader, unsafe=unsafe)
     problems.raise_if_any()
     return gives_rewards
 

@@ -518,6 +518,8 @@ def loss_inputs(
         observed = -torch.where(weights > 0, weights * logprobs, 0.0)
     return LossInputs(
         observation_loss=observed,
+        all_logprobs=None if batch.expert_weights is None else logprobs,
+        expert_weights=None if batch.expert_weights is None else select(batch.expert_weights),
         ages=None if batch.ages is None else select(batch.ages),
         logprobs=logprobs,
         entropy=entropy,

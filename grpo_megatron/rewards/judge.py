@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_megatron.processes.endpoint import check_url, key_of
 from grpo_megatron.rewards.reward import rewards
-from grpo_megatron.rewards.services import add_spending, ask, cached_result, keep_result, result_key, wait_for_slot
+from grpo_megatron.rewards.services import add_spending, ask, cached_result, keep_result, result_key
 
 PATTERN = r"(?im)^[ \t*#>`_-]*(?:score|verdict|rating)[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"
 CRITERION = r"(?im)^[ \t*#>`_-]*{}[ \t*:=`_]*(-?[0-9]+(?:\.[0-9]+)?)"  # with a criterion's name
@@ -102,8 +102,8 @@ async def judge_reward(
                 left = end - time.monotonic() if place else timeout_s
                 seconds = left / (len(pool) - place)  # the others have theirs
                 credential = key_of(one.get("api_key_env"), "judge: api_key_env")
-                seconds -= await wait_for_slot(folder, url, one.get("requests_per_minute"), seconds)
-                reply, attempts = await ask(url, body, credential, retries, seconds, "judge")
+                limits = retries, seconds, "judge", folder, one.get("requests_per_minute")
+                reply, attempts = await ask(url, body, credential, *limits)
             except (TimeoutError, ConnectionError) as error:
                 problem = error
                 continue

@@ -201,7 +201,8 @@ class RewardFacts:
     compares: bool = False  # of a batched one: its one batch is all that an engine has generated, by prompt and sample
     reads_item: bool = False  # has a keyword argument `item`: all that is known of the sample
     preload: Callable[[], None] | None = None  # slow imports, run before the first sample is timed
-    check: Callable[..., None] | None = None  # of `reward.kwargs`; raises ValueError where the machine lacks something
+    # of `reward.kwargs`, and `row`, empty or the first one; raises ValueError where the machine lacks something
+    check: Callable[..., None] | None = None
     least_timeout_s: float = 0.0  # per sample, where reward.timeout_s is less
 
     def __post_init__(self) -> None:
@@ -254,8 +255,8 @@ extractors: Registry[Extractor] = Registry("extractor")  # by the name of the re
 def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str] | None = None) -> RewardFunction:
     """Returns the function called `name`, after checks that a worker can import it and call it with `kwargs`.
 
-    `columns`: those of the rows; None: not known yet. A reward of this package must have its arguments from `kwargs`.
-    Starts no process, but `programs` tries out the sandbox.
+    `columns`: those of the rows, or the first row; None: not known yet. A reward of this package must have its arguments from
+    `kwargs`. Starts no process, but `programs` tries out the sandbox.
     Raises ValueError: unknown name, module that does not import, not callable, unsuitable kwargs.
     """
     columns = () if columns is None and ":" not in name else columns
@@ -272,7 +273,7 @@ def check_reward(name: str, kwargs: Kwargs | None = None, columns: Iterable[str]
     try:
         problem = read_signature(function).problem(kwargs or {}, columns)
         if problem is None and (check := rewards.facts_of(function).check):
-            check(**(kwargs or {}))
+            check(**(kwargs or {}), row=columns if isinstance(columns, Mapping) else {})
     except ValueError as error:
         problem = str(error)
     if problem is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -94,40 +95,58 @@ def add_spending(folder: str | None, requests: int, tokens: int, cost: float) ->
                 content[name] += value
 
 
-async def wait_for_slot(folder: str | None, service: str, per_minute: float | None, seconds: float) -> float:
-    """Waits until `service` takes a request: 60 / per_minute s after the one before, over all processes of the ledger.
+def take_slot(folder: str | None, service: str, per_minute: float | None, seconds: float, least: float = 0.0) -> float:
+    """Takes the next time at which `service` takes a request: 60 / per_minute s after the one before, of all processes.
 
-    Returns the seconds. Raises TimeoutError: not within `seconds`, and then no slot is taken; ValueError: no folder.
+    Returns the seconds until then, `least` or more. Raises TimeoutError: not within `seconds`, and then nothing is taken;
+    ValueError: no folder.
     """
     if per_minute is None:
-        return 0.0
+        return least
     if folder is None or not per_minute > 0:
         raise ValueError(
             f"requests_per_minute={per_minute} must be above 0, and needs `folder`, in which processes share it"
         )
     with _ledger(folder) as content:
         now = time.time()
-        at = max(now, content["next"].get(service, now))
+        at = max(now + least, content["next"].get(service, now))
         if at - now > seconds:
             raise TimeoutError(
                 f"{service} takes the next request in {at - now:.1f} s (requests_per_minute={per_minute:g})"
             )
         content["next"][service] = at + 60 / per_minute
-    await asyncio.sleep(at - now)
     return float(at - now)
 
 
-async def ask(url: str, body: bytes, key: str | None, retries: int, timeout_s: float, what: str) -> tuple[bytes, int]:
-    """Returns (reply, number of attempts) of a POST. Raises TimeoutError, ConnectionError."""
+async def ask(
+    url: str,
+    body: bytes,
+    key: str | None,
+    retries: int,
+    timeout_s: float,
+    what: str,
+    folder: str | None = None,
+    per_minute: float | None = None,
+) -> tuple[bytes, int]:
+    """Returns (reply, number of attempts) of a POST, each of which waits for its slot. Raises TimeoutError, ConnectionError."""
+    wait = functools.partial(take_slot, folder, url, per_minute)
     try:
-        reply = await asyncio.to_thread(post_json, url, body, {}, retries, timeout_s, key)
+        reply = await asyncio.to_thread(post_json, url, body, {}, retries, timeout_s, key, wait=wait)
     except EndpointError as error:
         message = f"the {what} at {url}: {error}" + (f": {' '.join(error.reason.split())}" if error.reason else "")
         raise (TimeoutError if isinstance(error, EndpointTimeout) else ConnectionError)(message) from None
     return reply.data, reply.attempts
 
 
-@rewards.register("remote", batch=True, batch_size=32)
+def check_columns(*, columns: Sequence[str] = (), row: Mapping[str, Any], **_: object) -> None:
+    """Raises ValueError at a name in `columns` that a row lacks."""
+    if row and (missing := [name for name in columns if name not in row]):
+        raise ValueError(
+            f"columns has {missing[0]!r}, and the row has {', '.join(row)}; correct it, or give the row null"
+        )
+
+
+@rewards.register("remote", batch=True, batch_size=32, check=check_columns)
 async def remote_reward(
     completion: Sequence[str],
     answer: Sequence[str],
@@ -160,9 +179,9 @@ async def remote_reward(
     known = {key: cached_result(folder, key) for key in keys}
     unknown = {key: sample for key, sample in zip(keys, samples, strict=True) if known[key] is None}
     if unknown:
-        seconds = timeout_s - await wait_for_slot(folder, url, requests_per_minute, timeout_s)
         body = json.dumps({"samples": list(unknown.values())}).encode()
-        reply, attempts = await ask(url, body, key_of(api_key_env, "remote: api_key_env"), retries, seconds, "reward")
+        limits = retries, timeout_s, "reward", folder, requests_per_minute
+        reply, attempts = await ask(url, body, key_of(api_key_env, "remote: api_key_env"), *limits)
         add_spending(folder, attempts, 0, 0.0)
         try:
             results = json.loads(reply)["results"]

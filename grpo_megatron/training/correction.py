@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_megatron.algo.chord import expert_loss
 from grpo_megatron.algo.corrections import correction_weights, importance_weights, mixed_old_logprobs, rejection_mask
 from grpo_megatron.algo.distillation import with_teachers
 from grpo_megatron.algo.kl import KlController, kl_penalties, reward_penalty, sequence_kl
 from grpo_megatron.algo.losses import (
     LossInputs,
+    MetricSum,
     PolicyLoss,
     folds_old_logprobs,
     has_kl_in_reward,
@@ -181,6 +183,9 @@ def build_loss(
             factors = importance_weights(inputs.old_logprobs, inputs.rollout_logprobs, inputs.mask, correction)
             inputs = replace(inputs, correction=factors)
         total, metrics = total_loss(inputs, actor, policy_loss, penalty)
+        if inputs.expert_weights is not None and inputs.all_logprobs is not None and algorithm is not None:
+            expert = expert_loss(inputs.all_logprobs, inputs.expert_weights, algorithm.chord)
+            total, metrics["actor/expert_loss"] = total + expert, MetricSum(expert.detach(), None)
         return total, {**metrics, **distilled}
 
     return loss

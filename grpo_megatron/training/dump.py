@@ -38,7 +38,10 @@ from grpo_megatron.untrusted import reason_of
 DUMP_FORMAT = 1
 DUMP_FILE, WEIGHTS = "dump.json", "weights"
 COLUMNS = ("response_mask", "loss_mask", "rollout_logprobs", "advantages", "token_weights")  # [B, R]
-OPTIONAL_COLUMNS = ("old_logprobs", "ref_logprobs", "correction", "selected", "observation_weights", "ages")
+OPTIONAL_COLUMNS = (
+    *("old_logprobs", "ref_logprobs", "correction", "selected", "observation_weights", "ages", "expert_weights"),
+)
+ADDED = ("distillation/loss", "actor/observation_loss", "actor/expert_loss")  # with their weights
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ def metric_parts(sums: Mapping[str, MetricSum]) -> dict[str, tuple[float, float 
 def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: ActorConfig) -> dict[str, float]:
     """Returns the metrics of a mini-batch, and its `loss`, from every rank's {name: (total, number of tokens)}.
 
-    The gradient belongs to loss = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss + distillation, summed
+    The gradient belongs to loss = pg_loss + kl_loss_coef * kl_loss - entropy_coeff * entropy_loss + those of ADDED, summed
     over all ranks.
     """
     values: dict[str, float] = {}
@@ -157,7 +160,7 @@ def metric_values(totals: list[dict[str, tuple[float, float | None]]], actor: Ac
         loss += actor.kl_loss_coef * values.get("actor/kl_loss", 0.0)
     if actor.entropy_coeff:
         loss -= actor.entropy_coeff * values.get("actor/entropy_loss", 0.0)
-    loss += values.get("distillation/loss", 0.0)
+    loss += sum(values.get(name, 0.0) for name in ADDED)
     return {"loss": loss, **values}
 
 
@@ -319,7 +322,11 @@ def recompute(dump: Dump) -> list[Comparison]:
         parts = (folder, config.model.dtype, arch, actor, mesh, device)
         policy = Policy.load(*parts, temperature=temperature, exact=config.model.exact)
         policy.set_optimizer(actor.optim, 1)
-        loss = build_loss(actor, teachers=tuple(config.teachers), discount=config.distillation.discount)
+        algorithm = (
+            config.algorithm if dump.batch.expert_weights is not None else None
+        )  # of CHORD; the rest is in columns
+        discount = config.distillation.discount
+        loss = build_loss(actor, algorithm, teachers=tuple(config.teachers), discount=discount)
         (sums,), _ = policy.update(dump.batch, loss, guard=measure)
     finally:
         destroy_mesh()

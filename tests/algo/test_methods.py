@@ -51,7 +51,7 @@ def test_examples_resolve_to_what_they_were() -> None:
     if os.environ.get("UPDATE_RESOLVED"):
         RESOLVED.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in now.items()) + "\n}\n")
     recorded = json.loads(RESOLVED.read_text())
-    assert now.keys() == recorded.keys() and len(now) == 56
+    assert now.keys() == recorded.keys() and len(now) == 58
     for path in now:
         assert now[path] == recorded[path], path
 
@@ -70,6 +70,12 @@ def test_a_method_alone_is_consistent(name: str) -> None:
     problems = [str(problem) for problem in method_problems(config)]
     assert all("one for the whole response" in problem for problem in problems)  # of the task
     assert config == Config.model_validate(config.model_dump(mode="json"))  # the resolved file
+
+
+@pytest.mark.parametrize("name", methods())
+def test_the_example_of_a_method_runs_it(name: str) -> None:
+    """Some share one, whose header says `method=NAME`. A key that then has no effect would be refused."""
+    assert list(method_problems(load_config(ROOT / "examples" / methods()[name].example, [f"method={name}"]))) == []
 
 
 def test_keys_of_the_file_override_the_block(tmp_path: Path) -> None:

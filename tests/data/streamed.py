@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -61,3 +62,8 @@ def stateful() -> Any:
     rows = Sums(0)
     rows.state_dict = lambda: {"rows": {1, 2}}  # type: ignore[method-assign]
     return rows
+
+
+def unpictured() -> Iterator[dict[str, Any]]:
+    """Rows with an empty cell where images could be."""
+    return ({"prompt": f"{n} + 1 =", "answer": str(n + 1), "images": []} for n in itertools.count())

@@ -12,12 +12,14 @@ from grpo_megatron.checks.validate import Checked, validate
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.plan import plan_page
 from grpo_megatron.config import ConfigError
+from grpo_megatron.data import stream
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.sampling.wrappers import prompt_sampler
 from grpo_megatron.types import Prompt
 from tests.data import streamed
 from tests.runs import make_run
 
+TWO = "data.sources=[{name: new, files: 'tests.data.streamed:Sums'}, {name: old, files: {run}/train.jsonl, weight: 3}]"
 STREAM = "data.train_files=tests.data.streamed:"
 
 
@@ -120,6 +122,14 @@ def test_a_stream_is_a_source_beside_files_and_a_piece_of_a_curriculum(run: Path
             ["data.curriculum.pieces=[{name: a, source: b}]"],
             r"\(a\): source='b' is none of data.sources \(there are none\)",
         ),
+        (
+            [TWO, "data.train_files=[]", "data.curriculum.pieces=[{name: a, source: old}]"],
+            "no piece has the source 'new', so that nothing of it",
+        ),
+        (
+            [TWO, "data.train_files=[]", "data.curriculum.pieces=[{name: a}]"],
+            "no piece has the source 'new', so that nothing of it",
+        ),
         (["data.curriculum.pieces=[{name: a, weight: []}]"], "weight=.*it has 0 entries; give 1 or more"),
     ],
 )
@@ -131,8 +141,16 @@ def test_refused_with_the_reason(run: Path, overrides: list[str], message: str |
         ):
             [stream.batch(step) for step in range(5)]
         return
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         checked(run, *overrides)
+    assert len(caught.value.problems) == 1 or "curriculum" not in overrides[-1]
+
+
+def test_an_empty_cell_of_images_is_no_row_without_images(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sampler(run, STREAM + "unpictured").batch(0)  # the model reads no images
+    monkeypatch.setattr(stream, "image_format", lambda tokenizer: object())
+    with pytest.raises(ConfigError, match=r"row 0: has the empty cell images=\[\]; name the image, or write null"):
+        checked(run, STREAM + "unpictured")
 
 
 def test_the_plan_counts_no_epochs_of_a_stream(run: Path) -> None:

@@ -26,12 +26,15 @@ from grpo_megatron.cli.main import main
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import parse
 from grpo_megatron.convert import ConvertError, to_megatron
+from grpo_megatron.environments import programs
+from grpo_megatron.evaluation import grading
 from grpo_megatron.evaluation.ask import WEIGHTS_VERSION, Asker, engine_dtype, open_model, stream_weights
 from grpo_megatron.evaluation.evaluate import complete_ledger, evaluate, ledger_entry
 from grpo_megatron.evaluation.generate import generate
 from grpo_megatron.evaluation.ledger import Ledger, LedgerEntry, claim_output, write_identity
 from grpo_megatron.evaluation.options import EvaluateOptions, GenerateOptions
 from grpo_megatron.evaluation.settings import EvaluationSettings, prepare
+from grpo_megatron.rewards.pool import RewardPool
 from grpo_megatron.rollout.engine import Request, StopTexts
 from grpo_megatron.types import Sample
 from tests.evaluation.models import gsm8k_rows, make_folder
@@ -243,6 +246,77 @@ def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> Non
             text = f"So it is </script> {mark % (answers[uid] if right else 'none at all')}"
             rows.append(LedgerEntry(uid, index, text, 9, "stop" if right else "length"))
         Ledger(run_folder, run.name).append(0, rows)
+
+
+def test_grading_that_was_killed_goes_on(
+    folder: Path, tmp_path: Path, command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks of 4, the third of which is killed: 8 of 18 answers of gsm8k are not graded again. The results are the same."""
+    fill_ledger(folder, tmp_path / "out", 0.6)
+    fill_ledger(folder, tmp_path / "killed", 0.6)
+    assert main(command()) == 0
+    calls: list[int] = []
+    whole = RewardPool.grade
+
+    def counted(self: RewardPool, items: Any, **options: Any) -> Any:
+        if len(calls) == 2:
+            calls.append(0)
+            raise Killed
+        calls.append(len(items))
+        return whole(self, items, **options)
+
+    monkeypatch.setattr(grading, "CHUNK", 4)
+    monkeypatch.setattr(RewardPool, "grade", counted)
+    assert main(command(output="killed")) == 1  # an error that is not the user's
+    kept = tmp_path / "killed/grades/gsm8k.jsonl"
+    with kept.open("a") as file:
+        file.write('{"key": "torn')
+    assert main(command(output="killed")) == 0
+    assert calls[:5] == [4, 4, 0, 4, 4] and sum(calls[:6]) == 18
+    assert _without_paths(tmp_path / "killed") == _without_paths(tmp_path / "out") and not kept.parent.exists()
+
+
+def _without_paths(output: Path) -> Any:
+    return json.loads((output / "results.json").read_text())["tasks"]
+
+
+def test_a_base_with_other_settings_is_refused_before_anything_is_done(
+    folder: Path, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill_ledger(folder, tmp_path / "few", 0.5, limit=4)
+    assert main(command("--limit", "4", output="few")) == 0
+    capsys.readouterr()
+    assert main(command("--against", str(tmp_path / "few"), output="new")) == 2
+    shown = capsys.readouterr()
+    assert "num_problems 4 against 6" in shown.err and "A is the base" in shown.err
+    assert not (tmp_path / "new").exists() and "sampl" not in shown.out
+
+
+def test_programs_without_a_sandbox_need_the_users_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(unsafe: bool = False) -> str:
+        if unsafe:
+            return "none"
+        raise ValueError("cannot isolate")
+
+    monkeypatch.setattr(programs, "find_isolation", none)
+    row = {"prompt": "def f():", "canonical_solution": " return 1", "test": "", "entry_point": "f"}
+    with pytest.raises(ConfigError, match="cannot grade task 'humaneval_plus': .*cannot isolate"):
+        grading.grader_of("humaneval_plus", row)
+    assert grading.grader_of("humaneval_plus", row, unsafe=True) == "programs"
+    assert grading.kwargs_of("programs", True) == {"unsafe": True} and grading.kwargs_of("gsm8k", True) == {}
+    file = write_rows(tmp_path / "rows.jsonl", [{"answer": "18", "completion": "#### 18"}])
+    argv = [
+        "evaluate",
+        "grade",
+        "--task",
+        "gsm8k",
+        str(file),
+        "--output",
+        str(tmp_path / "out.jsonl"),
+        "--workers",
+        "1",
+    ]
+    assert main([*argv, "--unsafe"]) == 0
 
 
 def test_the_command_grades_and_reports(

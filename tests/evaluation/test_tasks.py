@@ -268,7 +268,9 @@ def test_training_validation_and_evaluation_share_prompts_and_answers(
 ) -> None:
     """The same row gives the same token ids and the same reference answer, zero-shot, in all three."""
     monkeypatch.setattr(programs, "find_isolation", lambda unsafe: "none")  # what a machine lacks is reported elsewhere
-    monkeypatch.setattr(instructions, "CHECKER_PACKAGES", ())
+    monkeypatch.setattr(instructions, "LIBRARIES", ())
+    monkeypatch.setattr(instructions, "PACKAGES", dict.fromkeys(("ifeval", "ifbench"), "json"))
+    monkeypatch.setattr(instructions, "DATA", ())
     tokenizer = closing_tokenizer
     task, format = get_task(name), "chat" if chat else "text"
     file = write_rows(tmp_path / (task.files[0] if task.files else "rows.jsonl"), [ROWS[name]])

@@ -106,6 +106,20 @@ def test_missing_data_is_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> 
         check_reward("instructions")
 
 
+def test_a_row_of_ifbench_needs_its_tagger_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> None:
+        if "tagger" in name:
+            raise LookupError
+
+    monkeypatch.setitem(sys.modules, "nltk", SimpleNamespace(data=SimpleNamespace(find=find)))
+    monkeypatch.setattr(instructions.importlib.util, "find_spec", lambda name: name != "lm_eval")
+    check_reward("instructions")  # nothing is known of the rows
+    with pytest.raises(ValueError, match="NLTK has no taggers/averaged_perceptron_tagger_eng; pip"):
+        check_reward("instructions", {}, {"instruction_id_list": ["format:emoji"], "kwargs": [{}]})
+    with pytest.raises(ValueError, match="lm_eval is not installed"):
+        check_reward("instructions", {}, {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]})
+
+
 def test_a_share_of_all_instructions_weighs_problems_by_their_number() -> None:
     """Two prompts of 1 and 3 instructions, of which 1 and 1 are followed: 2 of 4, where the mean of shares is 2/3."""
 

@@ -18,7 +18,7 @@ from grpo_megatron.config import BudgetConfig, TrainerConfig
 from grpo_megatron.rewards import judge, services
 from grpo_megatron.rewards.judge import judge_reward
 from grpo_megatron.rewards.pool import RewardPool
-from grpo_megatron.rewards.reward import RewardItem
+from grpo_megatron.rewards.reward import RewardItem, check_reward
 from grpo_megatron.rewards.services import add_spending, exceeded, record_step, remote_reward, spent
 from grpo_megatron.training.stopping import Stopped, Stopping
 from tests.fakes import LoneMesh
@@ -40,8 +40,8 @@ class Service(QuietHandler):
             results: Any = [others.get(text, len(text)) for text in texts]
             reply = {"results": results if "short" not in texts else [1]}
         else:
-            if body["model"] == "down":
-                self.send_error(401)
+            if body["model"] in ("down", "busy"):
+                self.send_error(401 if body["model"] == "down" else 503)
                 return
             usage = {"usage": {"prompt_tokens": 10, "completion_tokens": 2}} if body["model"] != "free" else {}
             reply = {"choices": [{"message": {"content": "Score: 7"}}], **usage}
@@ -159,6 +159,24 @@ def test_rates_are_kept(options: dict[str, Any]) -> None:
             judged(f"slow {number}", options, judges=[{**limited[0], "requests_per_minute": 1}], timeout_s=2)
 
 
+def test_retries_wait_for_their_slots(options: dict[str, Any]) -> None:
+    """3 attempts of one sample at one per 0.4 s: 0.8 s, where the pauses alone are 0.3 s. The next sample waits, too."""
+    busy = [{**options["judges"][0], "model": "busy", "requests_per_minute": 150}]
+    start = time.time()
+    with pytest.raises(ConnectionError, match="after 3 attempts: HTTP status 503"):
+        judged("a", options, judges=busy, retries=2)
+    assert len(Service.requests) == 3 and time.time() - start > 0.75
+    content = json.loads(Path(options["folder"], "ledger.json").read_text())
+    assert max(content["next"].values()) - start > 1.15
+
+
+def test_a_wrong_name_of_a_column_is_found_before_the_run() -> None:
+    kwargs = {"url": "http://localhost/score", "columns": ["levle"]}
+    check_reward("remote", kwargs)  # no row is known
+    with pytest.raises(ValueError, match="columns has 'levle', and the row has question, level; correct it"):
+        check_reward("remote", kwargs, {"question": "q", "level": None})
+
+
 def _spend(folder: str) -> None:
     for _ in range(25):
         add_spending(folder, 1, 10, 0.5)
@@ -261,5 +279,7 @@ def test_a_budget_that_counts_nothing_is_refused(tmp_path: Path, judge_kwargs: s
     kwargs = f"reward.kwargs={{prompt: p, {judge_kwargs.replace('FOLDER', folder)}}}"
     budget = f"reward.budget={{folder: {folder}, cost: 5}}"
     problems = texts(budget_problems(load_config(config, ["reward.function=judge", kwargs, budget])))
+    only_folder = load_config(config, ["reward.function=mine:score", f"reward.budget.folder={folder}"])
+    assert "limits nothing; set reward.budget.cost or reward.budget.tokens" in texts(budget_problems(only_folder))[0]
     assert len(problems) == (message is not None) and (message or "") in "".join(problems)
     assert not [*budget_problems(load_config(config, ["reward.function=mine:score", budget]))]

@@ -65,7 +65,7 @@ def find_isolation(unsafe: bool = False) -> str:
     raise ValueError(
         "the tool python cannot isolate programs on this machine; install bubblewrap 0.7 or newer, or use a kernel with"
         " Landlock and, as root, a Python that all users can read; or let programs read and change files here, with"
-        " rollout.multi_turn.kwargs={python: {unsafe: true}}, or of a reward with reward.kwargs={unsafe: true}"
+        " rollout.multi_turn.kwargs={python: {unsafe: true}}, or of a reward with reward.kwargs={unsafe: true} or --unsafe"
         f" ({'; '.join(problems)})"
     )
 
