@@ -203,10 +203,13 @@ class FolderEnvironment(_Folders, ToolEnvironment):
     """The tool `bash` in the sandbox of a task. `options`: those of `_Work`, SandboxLimits and the backend.
 
     A turn without a call, or one after the task's time for the agent, is the last. Calls of one turn run in their order.
+    `episodes`: trajectories of one process, each in sandboxes of its own.
     """
 
-    def __init__(self, format: str = "hermes", max_parallel_calls: int = 4, **options: Any) -> None:
-        self.work = _Work(**options)
+    def __init__(
+        self, format: str = "hermes", max_parallel_calls: int = 4, episodes: int = 100, **options: Any
+    ) -> None:
+        self.work, self.episodes = _Work(**options), episodes
         self._tools = {"bash": Tool("bash", self._bash, {}, function_schema(bash, "bash"))}
         self._format, self._max_parallel_calls = format, max_parallel_calls
         self._lock = asyncio.Lock()

@@ -43,7 +43,9 @@ MAX_CONSOLE = 1 << 16  # characters a minute of the processes' output that a hos
 OUT_OF_MEMORY = 77  # exit code of a process that has no memory left to report that
 STATUSES = ("ok", "raised", "memory", "flooded")  # that a process reports itself
 
-Serve = Callable[[dict[str, Any]], Any]  # request -> value, both JSON; its attribute `reusable` is read, where it has one
+Serve = Callable[
+    [dict[str, Any]], Any
+]  # request -> value, both JSON; its attribute `reusable` is read, where it has one
 OpenSession = Callable[[], Serve]  # called in each new process
 
 
