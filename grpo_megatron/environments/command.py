@@ -9,12 +9,16 @@ should be deterministic.
 
 A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
 module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
+
+With `episodes: 100` a program, or the fork of a function, serves up to 100 trajectories, one after another, at one address: it
+reads a line per trajectory, and ends each by a line that begins with {"reward"; a function is called once per trajectory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import select
@@ -25,14 +29,18 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_megatron.environments.environment import Environment, Step, environments
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe_exit
 from grpo_megatron.registry import import_function
 
+if TYPE_CHECKING:
+    from grpo_megatron.environments.openai_api import Endpoint
+
 MAX_STDOUT = 1 << 20  # bytes of stdout
+CALL_ENDED = b"\x04"  # the line after a call of a function
 WHERE = "rollout.multi_turn.kwargs"
 
 
@@ -54,7 +62,7 @@ def _run(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
 
 
 def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
-    """Calls the function ["my_agent:main", ...] in a copy of this process."""
+    """Calls the function ["my_agent:main", ...] in a copy of this process, once for each line that it gets."""
     (read_row, write_row), (read_printed, write_printed) = os.pipe(), os.pipe()
     if pid := os.fork():
         os.close(read_row)
@@ -62,13 +70,19 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
         return _Program(pid, write_row, read_printed, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     code = 1
     try:
-        os.dup2(read_row, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a command of the agent must not read the next row
         os.dup2(write_printed, 1)
-        os.closerange(3, 1024)  # the endpoint's socket, and the connection to the worker
+        rows = os.dup(read_row)
+        os.closerange(3, rows)  # the endpoint's socket, and the connection to the worker
+        os.closerange(rows + 1, 1024)
         os.environ.update(variables)
-        sys.stdin, sys.stdout, sys.argv = open(0), open(1, "w", closefd=False), list(command)  # noqa: SIM115
+        sys.stdout, sys.argv, code = open(1, "w", closefd=False), list(command), 0  # noqa: SIM115
         main: Any = import_function(command[0])
-        code = int(main() or 0)
+        for line in open(rows, "rb"):  # noqa: SIM115
+            sys.stdin = io.TextIOWrapper(io.BytesIO(line))
+            if code := int(main() or 0):
+                break
+            print(f"\n{CALL_ENDED.decode()}", flush=True)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - as the interpreter does
@@ -88,7 +102,7 @@ class CommandEnvironment(Environment):
 
     `format`: how the model writes tool calls. `temperature`: the only one that a request may name, `rollout.temperature`.
     `branches`: a request that does not continue the one before gets a 400 (refuse), or begins another sequence, which is
-    a sample of its own (samples).
+    a sample of its own (samples). `episodes`: trajectories that one start of the program serves.
     """
 
     gives_rewards = True
@@ -101,6 +115,7 @@ class CommandEnvironment(Environment):
         format: str = "hermes",
         temperature: float = 1.0,
         branches: str = "refuse",
+        episodes: int = 1,
     ) -> None:
         if isinstance(command, str) or not command or not all(isinstance(part, str) for part in command):
             raise ValueError(f'{WHERE}.command={command or None!r} is no list of texts; write ["python", "agent.py"]')
@@ -111,7 +126,12 @@ class CommandEnvironment(Environment):
             )
         if branches not in ("refuse", "samples"):
             raise ValueError(f"{WHERE}.branches={branches!r}: write refuse or samples")
-        self._command, self._model = list(command), model
+        if isinstance(episodes, bool) or not isinstance(episodes, int) or episodes < 1:
+            raise ValueError(f"{WHERE}.episodes={episodes!r}: write a whole number of at least 1")
+        self._command, self._model, self.episodes = list(command), model, episodes
+        self._endpoint: Endpoint | None = None
+        self._exit_code: int | None = None  # None: it runs
+        self._is_idle = False  # between two trajectories
         self._settings = model, float(temperature), format, branches == "samples"
 
     @classmethod
@@ -127,7 +147,20 @@ class CommandEnvironment(Environment):
                     asyncio.run(Endpoint("policy", 1.0, "hermes").rehearse(openai, http))
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Step:
-        """Starts the program, and waits for its first request."""
+        """Starts the program if none runs, gives it the row, and waits for its first request."""
+        self._printed, self._is_idle = b"", False
+        if self._endpoint is None:
+            self._start()
+        else:
+            self._endpoint.begin_conversation()
+        line = json.dumps({"row": dict(row), "seed": seed}).encode() + b"\n"
+        threading.Thread(target=self._give, args=(line,), daemon=True).start()
+        step = self._next()
+        if step.done:
+            raise RuntimeError("the program has ended without a request to the model")
+        return step
+
+    def _start(self) -> None:
         from grpo_megatron.environments.openai_api import Endpoint
 
         self._endpoint = Endpoint(*self._settings)
@@ -138,40 +171,46 @@ class CommandEnvironment(Environment):
         quiet = {name: f"{os.environ.get(name, '')},127.0.0.1".lstrip(",") for name in ("NO_PROXY", "no_proxy")}
         start = _fork if self._is_forked else _run
         self._process = start(self._command, {**os.environ, **quiet, **client})
+        self._stdin = os.fdopen(self._process.stdin, "wb")
         self._endpoint.serve()  # a thread, and a process is forked from one thread only
-        self._printed = b""
-        line = json.dumps({"row": dict(row), "seed": seed}).encode() + b"\n"
-        threading.Thread(target=self._give, args=(line,), daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
-        step = self._next()
-        if step.done:
-            raise RuntimeError("the program has ended without a request to the model")
-        return step
+        threading.Thread(target=self._watch, args=(self._process, self._endpoint), daemon=True).start()
 
     def step(self, completion: str) -> Step:
         """Answers the waiting request, and waits for the next one or for the end of the program."""
+        assert self._endpoint is not None
         self._endpoint.answer(json.loads(completion))
         return self._next()
 
     def _give(self, line: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError), os.fdopen(self._process.stdin, "wb") as file:
-            file.write(line)
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.write(line)
+            self._stdin.flush()
+            if self.episodes == 1:
+                self._stdin.close()
 
-    def _watch(self) -> None:
+    def _ends_episode(self, line: bytes) -> bool:
+        return line == CALL_ENDED if self._is_forked else self.episodes > 1 and line.startswith(b'{"reward"')
+
+    def _watch(self, process: _Program, endpoint: Endpoint) -> None:
         """Reads what it prints until it has ended, also where a child of it still has the pipe open."""
-        ended, poll, pipe = os.pidfd_open(self._process.pid), select.poll(), self._process.stdout
+        ended, poll, pipe = os.pidfd_open(process.pid), select.poll(), process.stdout
         for descriptor in (pipe, ended):
             poll.register(descriptor, select.POLLIN)
         # looks twice: it may print and end between the looks of one poll at the pipe and at the process
         while any(pipe in dict(poll.poll(ms)) for ms in (None, 0)) and (chunk := os.read(pipe, 1 << 16)):
             self._printed += chunk
             if len(self._printed) > MAX_STDOUT:
-                self._endpoint.questions.put(FloodedError(f"it has printed more than {MAX_STDOUT} bytes"))
+                endpoint.questions.put(FloodedError(f"it has printed more than {MAX_STDOUT} bytes"))
                 return
-        self._exit_code = self._process.wait()
-        self._endpoint.questions.put(None)
+            if self._printed.endswith(b"\n") and self._ends_episode(self._printed[:-1].rpartition(b"\n")[2]):
+                endpoint.questions.put(None)
+        self._exit_code = process.wait()
+        if self._is_idle:
+            os._exit(0)  # the next trajectory gets another process
+        endpoint.questions.put(None)
 
     def _next(self) -> Step:
+        assert self._endpoint is not None
         question = self._endpoint.questions.get()
         if isinstance(question, Exception):
             raise question
@@ -179,11 +218,13 @@ class CommandEnvironment(Environment):
             return Step(question[0], request=question[1])
         if self._exit_code:
             raise RuntimeError(f"the program has failed: {describe_exit(self._exit_code)}")
-        return self._last()
+        step, self._is_idle = self._last(), True
+        self.episodes = self.episodes if self._exit_code is None else 1
+        return step
 
     def _last(self) -> Step:
         """Reads the printed reward at the end. Raises ValueError for what is none."""
-        last = self._printed.decode(errors="replace").strip().rpartition("\n")[2]
+        last = self._printed.removesuffix(CALL_ENDED + b"\n").decode(errors="replace").strip().rpartition("\n")[2]
         try:
             value = json.loads(last)
             value = value if isinstance(value, dict) else {"reward": value}

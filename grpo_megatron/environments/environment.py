@@ -72,6 +72,8 @@ class Environment(ABC):
     reads_turns: ClassVar[bool] = False
     # True: `finish` is called where a limit of the run ends a trajectory, and its Step's reward and metrics count
     finishes: ClassVar[bool] = False
+    # trajectories that one process serves one after another: `reset` is called again after the last Step of the one before
+    episodes: int = 1
 
     @classmethod  # noqa: B027 - optional
     def preload(cls, **kwargs: Any) -> None:
@@ -266,27 +268,32 @@ def open_environments(settings: dict[str, Any]) -> Callable[[], Callable[[dict[s
 
     def open_session() -> Callable[[dict[str, Any]], Any]:
         limit_memory(settings["memory_bytes"])
-        return _Session(environment, settings).serve
+        return _Session(environment, settings)
 
     return open_session
 
 
 class _Session:
-    """One trajectory's environment and its answers."""
+    """One trajectory's environment and its answers. `reusable`: it can begin another one (processes/host.py)."""
 
     def __init__(self, environment: type[Environment], settings: dict[str, Any]) -> None:
         self._class, self._kwargs, self._max_characters = environment, settings["kwargs"], settings["max_characters"]
         self._environment: Environment | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._episode, self.reusable = 0, False
 
-    def serve(self, request: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
         """Answers one step; or the last call of a start, which resets and repeats the steps so far."""
-        if "step" in request:
-            return self._step(request["step"])
+        step = self._step(request["step"]) if "step" in request else self._start(request)
+        self.reusable = bool(step["done"] and self._environment and self._episode < self._environment.episodes)
+        return step
+
+    def _start(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._episode += 1
         random.seed(request["seed"])  # two runs of one trajectory get the same numbers
         if numpy := sys.modules.get("numpy"):
             numpy.random.seed(request["seed"] % (1 << 32))
-        self._environment = self._class(**self._kwargs)
+        self._environment = self._environment or self._class(**self._kwargs)
         begun = self._call(self._environment.reset(request["start"], request["seed"]))
         step = plain_step(begun if isinstance(begun, Step) else Step(begun), self._max_characters)
         for completion in request["completions"]:

@@ -74,7 +74,6 @@ class _Work:
                 raise ValueError(f"{_KWARGS}.{name}={value!r}: write a whole number of at least 1")
         self._options = {name: value for name, value in options.items() if name not in names}
         self._mode, self._command_timeout_s, self._call_timeout_s = verifier, command_timeout_s, call_timeout_s
-        self.seconds = 0.0  # of the agent's commands
 
     def prepare(self) -> None:
         """Once per worker. Raises ValueError."""
@@ -82,7 +81,8 @@ class _Work:
 
     def start(self, row: Mapping[str, Any]) -> None:
         """Raises ValueError for a task that cannot run here, SandboxError."""
-        self.task = task = task_of_row(row)
+        self.task, self.seconds = task_of_row(row), 0.0
+        task = self.task
         needed, given = task.verifier_timeout_s + self._command_timeout_s, self._call_timeout_s
         if given is not None and needed > given:
             raise ValueError(
@@ -203,10 +203,13 @@ class FolderEnvironment(_Folders, ToolEnvironment):
     """The tool `bash` in the sandbox of a task. `options`: those of `_Work`, SandboxLimits and the backend.
 
     A turn without a call, or one after the task's time for the agent, is the last. Calls of one turn run in their order.
+    `episodes`: trajectories of one process, each in sandboxes of its own.
     """
 
-    def __init__(self, format: str = "hermes", max_parallel_calls: int = 4, **options: Any) -> None:
-        self.work = _Work(**options)
+    def __init__(
+        self, format: str = "hermes", max_parallel_calls: int = 4, episodes: int = 100, **options: Any
+    ) -> None:
+        self.work, self.episodes = _Work(**options), episodes
         self._tools = {"bash": Tool("bash", self._bash, {}, function_schema(bash, "bash"))}
         self._format, self._max_parallel_calls = format, max_parallel_calls
         self._lock = asyncio.Lock()
@@ -263,9 +266,10 @@ class FolderCommandEnvironment(_Folders, CommandEnvironment):
         format: str = "hermes",
         temperature: float = 1.0,
         branches: str = "refuse",
+        episodes: int = 1,
         **options: Any,
     ) -> None:
-        super().__init__(command, model, format, temperature, branches)
+        super().__init__(command, model, format, temperature, branches, episodes)
         self.work = _Work(**options)
 
     @classmethod

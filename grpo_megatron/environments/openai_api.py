@@ -554,14 +554,24 @@ class Endpoint:
     def __init__(self, model: str, temperature: float, call_format: str, branches: bool = False) -> None:
         self._model, self._temperature = model, temperature
         self.key = secrets.token_urlsafe(24)
+        self._call_format, self._branches = call_format, branches
         self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | Exception | None] = queue.Queue()
-        self._conversation, self._branches = Conversation(call_format), branches
         # used in the loop's thread only
         self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = None
-        self._num_refused = 0
+        self._reset()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/t/{self.key}/v1"
+
+    def _reset(self) -> None:
+        if self._pending is not None:
+            self._pending[2].set_exception(RefusedError("its trajectory has ended"))
+        self._pending, self._num_refused, self._conversation = None, 0, Conversation(self._call_format)
+
+    def begin_conversation(self) -> None:
+        """Begins another trajectory at the same address, for a client that stays."""
+        self.questions = queue.Queue()
+        self._loop.call_soon_threadsafe(self._reset)
 
     def serve(self) -> None:
         """Begins to answer. Clients that have connected before are answered, too."""

@@ -43,7 +43,9 @@ MAX_CONSOLE = 1 << 16  # characters a minute of the processes' output that a hos
 OUT_OF_MEMORY = 77  # exit code of a process that has no memory left to report that
 STATUSES = ("ok", "raised", "memory", "flooded")  # that a process reports itself
 
-Serve = Callable[[dict[str, Any]], Any]  # request -> value, both JSON
+Serve = Callable[
+    [dict[str, Any]], Any
+]  # request -> value, both JSON; its attribute `reusable` is read, where it has one
 OpenSession = Callable[[], Serve]  # called in each new process
 
 
@@ -58,7 +60,7 @@ class Host:
     <- {"end": KEY}
 
     Status: ok, raised, memory, flooded (reported by the process), timeout, died, flooded (seen from here). A key whose
-    process has failed answers the same failure until its end.
+    process has failed answers the same failure until its end. A process that is reusable at its key's end serves another key.
     """
 
     def __init__(self, kind: str, open_session: OpenSession, limits: Limits, requests: int, replies: int) -> None:
@@ -68,6 +70,7 @@ class Host:
         self._requests, self._replies = requests, replies
         self._lines = JsonLines(requests, replies)
         self._guests: dict[Any, Guest] = {}  # by key
+        self._idle: list[Process] = []  # reusable ones without a key
         self._end = asyncio.Event()
 
     async def serve(self) -> None:
@@ -79,6 +82,8 @@ class Host:
         await self._end.wait()
         for key in list(self._guests):
             self._remove(key)
+        for process in self._idle:
+            process.close()
         end_adopted(set())
 
     def send(self, message: dict[str, Any]) -> None:
@@ -102,7 +107,19 @@ class Host:
 
     def end_lost(self) -> bool:
         """Ends the orphans of ended processes, which are this process's children now. Returns True for any."""
-        return end_adopted({guest.process.pid for guest in self._guests.values() if guest.process})
+        return end_adopted({process.pid for process in self._processes()})
+
+    def take_process(self) -> Process:
+        """Returns a reusable process, or a new one."""
+        while self._idle:
+            if (process := self._idle.pop()).pid:
+                return process
+        return Process(self)
+
+    def _processes(self) -> list[Process]:
+        """Lists those that run."""
+        running = [guest.process for guest in self._guests.values() if guest.process]
+        return [process for process in (*running, *self._idle) if process.pid]
 
     def _receive(self) -> None:
         if self._lines.receive(self._accept) is not None:
@@ -119,7 +136,9 @@ class Host:
     def _remove(self, key: Any) -> None:
         if guest := self._guests.pop(key, None):
             guest.task.cancel()
-            if guest.process:
+            if guest.process and guest.process.reusable:
+                self._idle.append(guest.process)
+            elif guest.process:
                 guest.process.close()
 
     async def _check(self) -> None:
@@ -128,7 +147,7 @@ class Host:
             self.end_lost()
             if (limit := self.limits.max_processes) is None:
                 continue
-            for process in [guest.process for guest in self._guests.values() if guest.process and guest.process.pid]:
+            for process in self._processes():
                 if (count := len(tree(process.pid)) - 1) > limit:
                     process.fail("flooded", f"it runs {count} processes; at most {limit}")
 
@@ -146,7 +165,7 @@ class Guest:
             request, seconds = await self.requests.get()
             async with host.running:
                 if self.process is None or (self.process.ended_idle and not host.limits.keeps_state):
-                    self.process = Process(host)
+                    self.process = host.take_process()
                 answer = await self.process.ask(request, seconds)
             host.send({"key": key, "answer": answer})
 
@@ -157,6 +176,7 @@ class Process:
     def __init__(self, host: Host) -> None:
         self.failure: ProcessAnswer | None = None
         self.ended_idle = False  # it failed between two requests
+        self.reusable = False  # after its last answer
         self._host, self._loop = host, asyncio.get_running_loop()
         self._answer: asyncio.Future[ProcessAnswer] | None = None  # to the request in execution
         self._began, self._printed, self._tail = 0.0, 0, b""
@@ -183,7 +203,7 @@ class Process:
         """Returns the answer to a request, within so many seconds. Every failure is an answer, too."""
         if self.failure:
             return self.failure
-        self._answer = self._loop.create_future()
+        self._answer, self.reusable = self._loop.create_future(), False
         self._began, self._printed = time.monotonic(), 0
         timer = self._loop.call_later(seconds, self._expire, seconds)
         self._lines.send(request)
@@ -235,6 +255,7 @@ class Process:
             elif self._answer is None or self._answer.done():
                 end = end or "has answered without a request"
             elif answer["status"] == "ok":
+                self.reusable = answer.pop("reusable", False) is True
                 self._answer.set_result(answer)
             else:
                 self.fail(answer["status"], str(answer.get("message", "")))
@@ -342,7 +363,7 @@ def _answer(serve: Serve, request: dict[str, Any]) -> ProcessAnswer:
     """Answers one request. Every exception of the user's code becomes a status."""
     began = time.monotonic()
     try:
-        answer = {"status": "ok", "value": serve(request)}
+        answer = {"status": "ok", "value": serve(request), "reusable": getattr(serve, "reusable", False)}
     except MemoryError as error:
         answer = {"status": "memory", "message": describe(error)}
     except FloodedError as error:

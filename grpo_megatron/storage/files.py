@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +406,43 @@ def private_folder(root: Path | None = None) -> Iterator[Path]:
             remove_tree(folder)
 
 
+@contextlib.contextmanager
+def shared_folder(name: str, fill: Callable[[Path], None]) -> Iterator[Path]:
+    """Open the temporary folder of that name. The first of those who have it open fills it, the last one removes it.
+
+    Each has a shared lock on it, which ends with its process. Raises OSError, and what `fill` raises.
+    """
+    folder = Path(tempfile.gettempdir(), f"{PREFIX}{name}")
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        try:
+            lock = os.open(folder, os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue
+        try:
+            if os.fstat(lock).st_uid != os.geteuid():
+                raise PermissionError(f"{folder} is another user's")
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            try:
+                if not (folder / "filled").exists():
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink and not (folder / "filled").exists():
+                    for path in folder.iterdir():  # of one that was killed
+                        _remove(path)
+                    fill(folder)
+                    (folder / "filled").touch()
+                fcntl.flock(lock, fcntl.LOCK_SH)  # it is free for a moment
+                if os.fstat(lock).st_nlink:  # else its last user has removed it
+                    yield folder
+                    return
+            finally:
+                if os.fstat(lock).st_nlink and try_lock(lock):
+                    remove_tree(folder)
+        finally:
+            os.close(lock)
+
+
 def remove_tree(folder: Path) -> None:
     """Delete a folder that a hostile program has filled, which has ended. Raises OSError.
 
@@ -442,6 +479,5 @@ def remove_leftovers() -> None:
             if status.st_uid != os.getuid() or time.time() - status.st_mtime <= MIN_AGE_S:
                 continue
             with _opened(folder, os.O_DIRECTORY | os.O_NOFOLLOW) as lock:
-                is_free = try_lock(lock)
-            if is_free:
-                remove_tree(folder)
+                if try_lock(lock):
+                    remove_tree(folder)

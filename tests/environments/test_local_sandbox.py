@@ -257,6 +257,40 @@ def test_a_dockerfile_is_followed_or_refused(tmp_path: Path) -> None:
             started(text)
 
 
+def test_sandboxes_that_exist_at_the_same_time_share_what_a_run_has_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One RUN for both, files of their own, and nothing is left; also where the RUN fails. A third one runs it anew."""
+
+    def started() -> LocalSandbox:
+        one = LocalSandbox(FolderTask("t", "", context=tmp_path, dockerfile=tmp_path / "Dockerfile"), LIMITS)
+        one.start()
+        return one
+
+    (tmp_path / "Dockerfile").write_text(
+        "FROM a\nWORKDIR /work\nENV A=b\nRUN head -c 9 /dev/urandom | base64 > drawn\n"
+    )
+    with folder_for_all() as folder:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        first, second = started(), started()
+        drawn = run(first, "cat drawn; pwd; echo $A; echo x > new; echo y > drawn")
+        assert drawn[1:] == (0, "") and drawn == run(second, "cat drawn; pwd; echo $A")
+        assert run(second, "cat drawn new; rm drawn; ls")[0].startswith(drawn[0].split("\n")[0])
+        first.stop()
+        third = started()
+        assert run(third, "cat drawn; pwd; echo $A") == drawn
+        second.stop()
+        third.stop()
+        assert os.listdir(folder) == []
+        fourth = started()
+        assert run(fourth, "cat drawn")[0].strip() not in drawn[0]
+        fourth.stop()
+        (tmp_path / "Dockerfile").write_text("FROM a\nRUN false\n")
+        with pytest.raises(ValueError, match="RUN 'false' fails"):
+            started()
+        assert os.listdir(folder) == []
+
+
 WORKER = """
 from grpo_megatron.environments.sandboxes.local import *
 one = LocalSandbox(FolderTask("t", ""), SandboxLimits())

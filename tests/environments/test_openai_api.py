@@ -130,6 +130,23 @@ def test_a_program_that_fails_ends_its_own_trajectory(name: str, turns: int, sta
     assert outcome.step is None and outcome.status == status and message in outcome.message, outcome
 
 
+@pytest.mark.parametrize("command", [pytest.param(PROGRAM, marks=pytest.mark.soak), FUNCTION])
+def test_a_program_serves_several_trajectories_one_after_another(command: list[str]) -> None:
+    """Three trajectories of a program that serves two: the third has another process. One that is ended early is not reused."""
+    ends = []
+    with EnvironmentPool("command", kwargs("stays", command, episodes=2), timeout_s=60.0) as pool:
+        for seed in (1, 2, 3, 4, 5):
+            pool.start(str(seed), {}, seed)
+            assert pool.wait([str(seed)])[str(seed)].step
+            if seed != 3:
+                pool.step(str(seed), written_turn("one"))
+                ends.append(pool.wait([str(seed)])[str(seed)].step)
+            pool.end([str(seed)])
+    assert [end and (end.reward, end.done) for end in ends] == [(seed, True) for seed in (1, 2, 4, 5)], ends
+    first, second, fourth, fifth = [end.metrics["process"] for end in ends if end]
+    assert first == second != fourth == fifth
+
+
 def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() -> None:
     begun, branch, more, end = (outcome.step for outcome in play("rewrites", "one", "two", "three", branches="samples"))
     assert begun and branch and more and end and end.reward == 1.0

@@ -40,6 +40,7 @@ class Numbers(Environment):
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "class": (f"{__name__}:Numbers", {}),
     "function": ("command", {"command": ["tools.benchmarks.endpoint_agent:main"]}),
+    "agents": ("command", {"command": ["tools.benchmarks.endpoint_agent:main"], "episodes": 0}),
     "script": ("command", {"command": [sys.executable, str(Path(__file__).with_name("endpoint_agent.py"))]}),
 }
 
@@ -67,6 +68,7 @@ def endpoint(args: argparse.Namespace) -> int:
 def _measure(way: str, args: argparse.Namespace, turn: str, repeats: int) -> tuple[list[tuple[float, float]], float]:
     """Returns the seconds of each repeat, and processor seconds of the workers and all below them."""
     (name, kwargs), seconds = WAYS[way], []
+    kwargs = kwargs | ({"episodes": max(repeats, 1)} if "episodes" in kwargs else {})  # they end, and are counted
     keys = [str(number) for number in range(args.count)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with EnvironmentPool(name, kwargs, args.workers, timeout_s=600.0) as pool:

@@ -3,18 +3,21 @@
 A command sees /usr and the like as they are here, what is in the sandbox's folder at the top of its root (/app, /tmp, ...), and
 no other file, process, user, socket or variable of this machine (tools/sandbox.py). All its processes end with it, so an idle
 sandbox is a folder: it takes no memory. The image of a task is not used: of its Dockerfile, COPY, ADD, ENV, WORKDIR and RUN are
-followed, and RUN has no network and cannot write to /usr.
+followed, and RUN has no network and cannot write to /usr. Sandboxes that exist at the same time run a RUN once: all but the
+first one copy what it has built, without the blocks where the file system shares them (reflink).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import shlex
 import shutil
 import stat
+import subprocess
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -30,10 +33,11 @@ from grpo_megatron.environments.sandboxes.backend import (
     backends,
     run_bounded,
 )
+from grpo_megatron.environments.sandboxes.containers import digest_of
 from grpo_megatron.environments.tools import sandbox
 from grpo_megatron.environments.tools.isolation import MIB, other_user
 from grpo_megatron.processes.process import MARK, child_pids, tree
-from grpo_megatron.storage.files import private_folder, remove_leftovers
+from grpo_megatron.storage.files import private_folder, remove_leftovers, shared_folder
 
 SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
@@ -77,7 +81,11 @@ class LocalSandbox(Sandbox):
             self.folder = self._make_folder(self.task.workdir or "/app")
             for top in TOP_FOLDERS:
                 self._make_folder(f"/{top}")
-            self._follow_dockerfile()
+            steps = dockerfile_steps(self.task.dockerfile) if self.task.dockerfile else []
+            if any(word == "RUN" for _, word, _ in steps):
+                self._take_built(steps)
+            else:
+                self._follow(steps)
         except BaseException:
             self.stop()
             raise
@@ -198,10 +206,28 @@ class LocalSandbox(Sandbox):
                 for name in ("", *names):
                     os.chown(os.path.join(folder, name), self._uid, self._uid, follow_symlinks=False)
 
-    def _follow_dockerfile(self) -> None:
+    def _take_built(self, steps: Sequence[tuple[int, str, str]]) -> None:
+        """Follows the steps once for all sandboxes of this environment that exist at the same time. Raises as `_follow`."""
+        assert self.task.context is not None
+        assert self.task.dockerfile is not None
+
+        def build(folder: Path) -> None:
+            self._follow(steps)
+            (folder / "state").write_text(json.dumps([self.folder, self._variables]))
+            self._files.rename(folder / "files")
+            self._files.mkdir(0o755)
+
+        parts = digest_of(self.task.context), self.task.dockerfile.read_text(), self.folder, self.limits, self.chosen
+        name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        built = self._opened.enter_context(shared_folder(name, build))
+        self.folder, self._variables = json.loads((built / "state").read_text())
+        _copy_tree(built / "files", self._files)
+        for top in self._files.iterdir():
+            self._own(top)
+
+    def _follow(self, steps: Sequence[tuple[int, str, str]]) -> None:
         """Copies the files of the environment, and runs its RUNs. Raises ValueError for what `local` cannot follow."""
-        self._variables = {}
-        for number, word, rest in dockerfile_steps(self.task.dockerfile) if self.task.dockerfile else ():
+        for number, word, rest in steps:
             where = f"{self.task.dockerfile}, line {number}"
             if word == "WORKDIR" and not self.task.workdir:
                 path = rest.strip().strip("\"'")
@@ -242,6 +268,14 @@ class LocalSandbox(Sandbox):
                 self._own(self._files / inside.parts[1])
             if not matches:
                 raise ValueError(f"{where}: there is no {source} in {base}")
+
+
+def _copy_tree(source: Path, target: Path) -> None:
+    """Copies what is in a folder, links as links. Blocks are shared where the file system can. Raises SandboxError."""
+    command = ["cp", "-a", "--reflink=auto", f"{source}/.", f"{target}/"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SandboxError(f"copying {source}: {done.stderr.strip()[-200:]}")
 
 
 def _fork(arguments: list[str], settings: dict[str, Any], stdin: int, output: int) -> int:
