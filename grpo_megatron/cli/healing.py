@@ -51,7 +51,12 @@ class Fallbacks:
         if (planned := self.layouts.get(num_devices)) is None:
             return None
         ranks, layout = planned
-        return Restart(ranks, [RESUME, f"trainer.n_gpus_per_node={ranks}", *layout.layout.overrides(self.config)])
+        return Restart(ranks, [RESUME, f"trainer.n_gpus_per_node={ranks}", *self._changes(layout)])
+
+    def _changes(self, planned: PlannedLayout) -> Iterator[str]:
+        if planned.rollout_ranks != self.config.num_rollout_ranks:
+            yield f"rollout.num_ranks={planned.rollout_ranks}"
+        yield from planned.layout.overrides(self.config)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields rows of the plan: name and text."""
@@ -64,8 +69,11 @@ class Fallbacks:
                 yield name, "no layout fits: a lost rank starts in its place, or the run ends"
                 continue
             ranks, layout = planned
-            changes = " ".join(layout.layout.overrides(self.config)) or "the keys of the config"
-            yield name, f"{ranks} train, {layout.seconds.step:.3g} s per step (estimated): {changes}"
+            changes = " ".join(self._changes(layout)) or "the keys of the config"
+            roles = f"{ranks - layout.rollout_ranks} train" + f", {layout.rollout_ranks} sample" * bool(
+                layout.rollout_ranks
+            )
+            yield name, f"{roles}, {layout.seconds.step:.3g} s per step (estimated): {changes}"
 
 
 def build_healing(config: Config, checked: Checked) -> Callable[[Cause], Restart | None]:
