@@ -176,8 +176,18 @@ def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("states", "nodes", "says", "ended"),
     [
-        ("sleeps stopped", 1, r"process \d+ of a rank has stalled before its first heartbeat: .* is stopped, by SIGSTOP", [1]),
-        ("sleeps sleeps", 1, "all ranks have stalled before their first heartbeat: for 0.6 s none has used a processor", [0, 1]),
+        (
+            "sleeps stopped",
+            1,
+            r"process \d+ of a rank has stalled before its first heartbeat: .* is stopped, by SIGSTOP",
+            [1],
+        ),
+        (
+            "sleeps sleeps",
+            1,
+            "all ranks have stalled before their first heartbeat: for 0.6 s none has used a processor",
+            [0, 1],
+        ),
         ("sleeps sleeps", 2, "", []),  # they may wait for another node
         ("sleeps busy", 1, "", []),
         ("beats beats", 1, r"rank 0 .* has stalled in phase start: no sign of life for \d s", [0, 1]),
