@@ -111,7 +111,10 @@ class Healing:
         others = [device for device in usable if device not in lost]
         devices = others if self.fallbacks.restart(len(others)) is not None else usable  # the lost ones in their place
         problem, ranks_before = self._problem(cause), len(self.used)
-        last_sign = min((self._last_sign(rank) for rank in cause.ranks), default=ended_at)
+        signs = cause.ranks or (
+            range(len(self.used)) if cause.is_loss else ()
+        )  # of all, where it is not known who is lost
+        last_sign = min(map(self._last_sign, signs), default=ended_at)
         restart = None if problem else self._use(devices)
         if restart is None:
             print(f"healing: not again: {problem or f'no layout for the {len(devices)} devices left'}", flush=True)
@@ -148,7 +151,8 @@ class Healing:
         layout = " ".join(restart.settings[2:]) or "in the layout of the config"
         text = f"{who} after {self.steps_done} steps, with {ranks_before} ranks; goes on with {restart.world_size}, {layout}"
         print(f"healing: {text}", flush=True)
-        add_event(self.output_dir, "lost", self.steps_done, f"{text}. {cause.text.strip()}")
+        facts = {"who": who, "layout": f"{ranks_before} ranks, then {restart.world_size}, {layout}"}
+        add_event(self.output_dir, "lost", self.steps_done, f"{text}. {cause.text.strip()}", **facts)
 
     def _read_steps(self) -> int:
         with contextlib.suppress(OSError, ValueError):

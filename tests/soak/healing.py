@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from safetensors.torch import load_file
+
 from grpo_megatron.report.console import format_table
 from grpo_megatron.storage.files import MEMORY_FOLDER
 from grpo_megatron.storage.run_files import read_events
@@ -62,7 +65,7 @@ POINTS = (
     *("update_weights", "gen", "reward", "old_log_prob", "update_actor", "log", "mirror"),
     *("save_checkpoint", "save: files", *FIRST_RANK),
 )
-WHILE_HEALING = ("join", "load")  # and before the first step
+WHILE_HEALING = ("join", "build")  # and before the first step
 TRAINING_POINTS = (
     *("send_weights", "wait_samples", "old_log_prob", "update_actor", "log", "mirror"),
     *("save_checkpoint", "save: files", *FIRST_RANK),
@@ -144,9 +147,12 @@ def heal_run(
     if rows != wanted:
         steps_of = [row["step"] for row in rows]
         problems.append(f"the metrics differ; steps {steps_of}")
-    weights = "hf/model.safetensors" if name != "lora" else "hf/adapter_model.safetensors"
-    if not problems and (output / weights).read_bytes() != (expected / weights).read_bytes():
-        problems.append("the weights differ")
+    weights = "hf/model.safetensors" if name != "lora" else "hf/adapter_model.safetensors"  # whose header has no order
+    if not problems:
+        healed_weights, wanted_weights = (load_file(folder / weights) for folder in (output, expected))
+        is_equal = healed_weights.keys() == wanted_weights.keys()
+        if not is_equal or any(not torch.equal(healed_weights[key], wanted_weights[key]) for key in wanted_weights):
+            problems.append("the weights differ")
     happened = [json.loads(Path(loss["once"]).read_text()) for loss in losses if Path(loss["once"]).exists()]
     if happened and happened[-1]["rss_kib"] > MAX_GROWTH * happened[0]["rss_kib"]:
         problems.append(f"the launcher's memory has grown: {[one['rss_kib'] for one in happened]} KiB")

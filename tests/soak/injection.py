@@ -27,7 +27,7 @@ from typing import Any
 FUNCTIONS = {
     "join": ("grpo_megatron.run", "join_world"),  # before the first heartbeat
     "start": ("grpo_megatron.training.placement", "build_colocation"),
-    "load": ("grpo_megatron.training.checkpoint", "Checkpoints.load"),  # of a rank that is started again
+    "build": ("grpo_megatron.run", "build_critic"),  # just before the state is loaded
     "log": ("grpo_megatron.report.step", "StepReport.log"),
     "save: state": ("grpo_megatron.training.checkpoint", "save_sharded"),
     "save: files": ("grpo_megatron.models.weights.sharded_state", "ShardedWrite.write"),
