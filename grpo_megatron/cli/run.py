@@ -102,7 +102,10 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         device = config.trainer.device
         healing, stall_s = config.trainer.healing, config.trainer.stall_timeout_s
         remembers = healing.is_on and healing.memory
-        watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=config.trainer.nnodes)
+        watch = None
+        if stall_s is not None:
+            num_nodes = config.trainer.nnodes
+            watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
         return ranks.start_ranks(
             main,
             world_size,
@@ -113,7 +116,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
             place=place,
             heal=heal,
             remembers=remembers,
-            watch=None if stall_s is None else watch,
+            watch=watch,
         )
     return _run(config, checked, options)
 

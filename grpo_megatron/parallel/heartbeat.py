@@ -550,7 +550,7 @@ class LauncherWatch(threading.Thread):
     or waits for a disk; on several nodes they may wait for a rank of another one, and are not ended.
     """
 
-    def __init__(self, output_dir: Path, timeout_s: float, parent: int, num_nodes: int) -> None:
+    def __init__(self, output_dir: Path, timeout_s: float, parent: int, num_nodes: int = 1) -> None:
         super().__init__(name="launcher's watch", daemon=True)
         self.output_dir, self.timeout_s, self.parent, self.num_nodes = output_dir, timeout_s, parent, num_nodes
         self.period_s = min(MAX_PERIOD_S, timeout_s / 6)
