@@ -70,9 +70,8 @@ class Fallbacks:
                 continue
             ranks, layout = planned
             changes = " ".join(self._changes(layout)) or "the keys of the config"
-            roles = f"{ranks - layout.rollout_ranks} train" + f", {layout.rollout_ranks} sample" * bool(
-                layout.rollout_ranks
-            )
+            roles = f"{ranks - layout.rollout_ranks} train"
+            roles += f", {layout.rollout_ranks} sample" if layout.rollout_ranks else ""
             yield name, f"{roles}, {layout.seconds.step:.3g} s per step (estimated): {changes}"
 
 
@@ -111,9 +110,8 @@ class Healing:
         others = [device for device in usable if device not in lost]
         devices = others if self.fallbacks.restart(len(others)) is not None else usable  # the lost ones in their place
         problem, ranks_before = self._problem(cause), len(self.used)
-        signs = cause.ranks or (
-            range(len(self.used)) if cause.is_loss else ()
-        )  # of all, where it is not known who is lost
+        # Where it is not known who is lost, the first rank that was silent counts.
+        signs = cause.ranks or (range(len(self.used)) if cause.is_loss else ())
         last_sign = min(map(self._last_sign, signs), default=ended_at)
         restart = None if problem else self._use(devices)
         if restart is None:

@@ -577,7 +577,7 @@ class LauncherWatch(threading.Thread):
             beats = self._exchange(local := replace(local, count=local.count + 1))
             states = {pid: _state(Path(f"/proc/{pid}/stat")) for pid in child_pids(self.parent) - self._known}
             states = {pid: state for pid, state in states.items() if state not in ("", "Z", "X")}
-            beats = {rank: beat for rank, beat in beats.items() if beat.pid in states or rank == local.rank}
+            beats = {rank: b for rank, b in beats.items() if b.node == local.node and b.pid in {*states, local.pid}}
             stopped = frozenset(beat.rank for beat in beats.values() if states.get(beat.pid) in ("T", "t"))
             stalled = watch.update(beats, now, local, time.monotonic() - now, stopped)
             stalled = [beat for beat in stalled if beat.pid in states and watch.is_silent(beat)]
