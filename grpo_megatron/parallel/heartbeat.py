@@ -381,7 +381,7 @@ class Heartbeat:
 
     def _clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # the launcher may write its beat meanwhile
 
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()

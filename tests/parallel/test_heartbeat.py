@@ -164,6 +164,22 @@ def test_who_is_behind_and_the_table() -> None:
     ]
 
 
+def test_the_launcher_may_write_its_beat_while_the_folder_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heartbeat = fake(tmp_path)
+    heartbeat.folder.mkdir()
+    (heartbeat.folder / "stalled.json").touch()
+
+    def interrupted(folder: Path, **_: Any) -> None:
+        (folder / "stalled.json").unlink()
+        (folder / "launcher.json").touch()  # so that the folder cannot be removed
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    heartbeat._clear()
+    assert [path.name for path in heartbeat.folder.iterdir()] == ["launcher.json"]
+
+
 def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     heartbeat = fake(tmp_path, 5)
     heartbeat.folder.mkdir()
