@@ -304,7 +304,7 @@
   const KINDS = { started: "calm", resumed: "calm", guard: "mark", stopped: "mark", stalled: "wrong", failed: "wrong", done: "right", lost: "wrong", healed: "right", grown: "calm" };
   function healing() {
     if (!runs.some((run) => run.recoveries.length)) return;
-    const made = section("Losses of ranks"), head = ["when", "steps done", "what", "layout", "noticed and ended", "built", "synced", "together", "steps again", "tokens again"];
+    const made = section("Losses of ranks"), head = ["when", "steps done", "what", "layout", "until ended", "built", "synced", "together", "steps again", "tokens again"];
     for (const run of runs) {
       if (two) made.append(make("h3", "", run.name));
       const rows = run.recoveries.map((loss) => {
