@@ -601,11 +601,12 @@ class LauncherWatch(threading.Thread):
         """Writes the launcher's beat, which shows that the file system works, and reads those of all."""
         beats = {}
         with contextlib.suppress(OSError):
-            (self.output_dir / FOLDER / "launcher.json").write_text(json.dumps(asdict(local)) + "\n")
+            (self.output_dir / FOLDER / f"launcher_{local.pid}.json").write_text(json.dumps(asdict(local)) + "\n")
         for file in (self.output_dir / FOLDER).glob("*r*.json"):
             with contextlib.suppress(OSError, ValueError, TypeError):  # stalled.json, or it is being rewritten
                 beat = Beat(**json.loads(file.read_text()))
-                beats[beat.rank] = beat
+                if beat.rank != local.rank or beat.pid == local.pid:  # there may be a launcher for each node
+                    beats[beat.rank] = beat
         return beats
 
     def _stopped_early(self, early: Set[int], states: Mapping[int, str], passed: float) -> list[int]:
