@@ -12,7 +12,7 @@
 # make soak         STEPS=200 training steps on two ranks under some thirty faults, in an order drawn from SEED; at the end
 #                   everything must be as in an undisturbed run. Prints the faults as a table; takes about six minutes.
 #                   Before it, the tests that are too long for make test, and the GPU tests rehearsed with tiny models.
-#                   FAULTS=7: with seven of them
+#                   FAULTS=7: with seven of them. Then 40 losses of ranks under trainer.healing, also drawn from SEED
 # All but test-gpu and test-gpu-hour set up their environment first, once.
 
 PYTHON ?= python3.11
@@ -101,6 +101,7 @@ soak: $(INSTALLED)
 	@$(BIN)/python $(PYTEST) -q -m soak
 	@GRPO_GPU_TESTS_ON=cpu $(MAKE) test-gpu GPU_PYTHON=$(BIN)/python
 	@$(BIN)/python -m tests.soak --steps $(STEPS) --seed $(SEED) $(if $(FAULTS),--faults $(FAULTS))
+	@$(BIN)/python -m tests.soak.healing --seed $(SEED)
 
 clean:
 	rm -rf $(VENV) $(VENV026) $(DOCS) outputs

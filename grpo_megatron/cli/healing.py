@@ -51,7 +51,12 @@ class Fallbacks:
         if (planned := self.layouts.get(num_devices)) is None:
             return None
         ranks, layout = planned
-        return Restart(ranks, [RESUME, f"trainer.n_gpus_per_node={ranks}", *layout.layout.overrides(self.config)])
+        return Restart(ranks, [RESUME, f"trainer.n_gpus_per_node={ranks}", *self._changes(layout)])
+
+    def _changes(self, planned: PlannedLayout) -> Iterator[str]:
+        if planned.rollout_ranks != self.config.num_rollout_ranks:
+            yield f"rollout.num_ranks={planned.rollout_ranks}"
+        yield from planned.layout.overrides(self.config)
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yields rows of the plan: name and text."""
@@ -64,8 +69,10 @@ class Fallbacks:
                 yield name, "no layout fits: a lost rank starts in its place, or the run ends"
                 continue
             ranks, layout = planned
-            changes = " ".join(layout.layout.overrides(self.config)) or "the keys of the config"
-            yield name, f"{ranks} train, {layout.seconds.step:.3g} s per step (estimated): {changes}"
+            changes = " ".join(self._changes(layout)) or "the keys of the config"
+            roles = f"{ranks - layout.rollout_ranks} train"
+            roles += f", {layout.rollout_ranks} sample" if layout.rollout_ranks else ""
+            yield name, f"{roles}, {layout.seconds.step:.3g} s per step (estimated): {changes}"
 
 
 def build_healing(config: Config, checked: Checked) -> Callable[[Cause], Restart | None]:
@@ -103,7 +110,9 @@ class Healing:
         others = [device for device in usable if device not in lost]
         devices = others if self.fallbacks.restart(len(others)) is not None else usable  # the lost ones in their place
         problem, ranks_before = self._problem(cause), len(self.used)
-        last_sign = min((self._last_sign(rank) for rank in cause.ranks), default=ended_at)
+        # Where it is not known who is lost, the first rank that was silent counts.
+        signs = cause.ranks or (range(len(self.used)) if cause.is_loss else ())
+        last_sign = min(map(self._last_sign, signs), default=ended_at)
         restart = None if problem else self._use(devices)
         if restart is None:
             print(f"healing: not again: {problem or f'no layout for the {len(devices)} devices left'}", flush=True)
@@ -140,7 +149,8 @@ class Healing:
         layout = " ".join(restart.settings[2:]) or "in the layout of the config"
         text = f"{who} after {self.steps_done} steps, with {ranks_before} ranks; goes on with {restart.world_size}, {layout}"
         print(f"healing: {text}", flush=True)
-        add_event(self.output_dir, "lost", self.steps_done, f"{text}. {cause.text.strip()}")
+        facts = {"who": who, "layout": f"{ranks_before} ranks, then {restart.world_size}, {layout}"}
+        add_event(self.output_dir, "lost", self.steps_done, f"{text}. {cause.text.strip()}", **facts)
 
     def _read_steps(self) -> int:
         with contextlib.suppress(OSError, ValueError):

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from grpo_megatron.cli.failures import (
     END_FILE,
@@ -31,6 +31,9 @@ from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
 from grpo_megatron.storage.files import MEMORY_FOLDER, folder_until_exit, private_folder, write_file
+
+if TYPE_CHECKING:
+    from grpo_megatron.parallel.heartbeat import LauncherWatch
 
 RESTART_NAME = "restart.json"  # a file in the launcher's folder: a Restart
 STOP_NAME = "stop"  # a file in the launcher's folder: the name of the signal that asks the run to stop
@@ -98,12 +101,14 @@ def start_ranks(
     place: Callable[[int], str] = lambda rank: "",
     heal: Callable[[Cause], Restart | None] = lambda cause: None,
     remembers: bool = False,
+    watch: Callable[[int], LauncherWatch] | None = None,
 ) -> int:
     """Run torchrun's agent in this process; returns 0, or the exit code of the rank that caused the failure.
 
     On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
     ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
     `heal` says after a failure how the ranks start again; None: not at all. `remembers`: they share a folder in memory.
+    `watch` builds the watch of the children of a process.
     """
     from grpo_megatron.parallel.control import register_local_rendezvous
 
@@ -128,7 +133,11 @@ def start_ranks(
                     if restart.devices is not None and not is_on_cpu(device):
                         names = visible.split(",") if visible else range(MAX_DEVICES)
                         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in restart.devices)
-                    cause = _run_ranks(main, restart.world_size, argv, device, folder, place, can_stop=can_stop)
+                    watched = None if watch is None else watch(_parent_of_ranks(device))
+                    with watched or contextlib.nullcontext():
+                        cause = _run_ranks(
+                            main, restart.world_size, argv, device, folder, place, watched, can_stop=can_stop
+                        )
                 print_error(cause.text)
                 next_start = heal(cause) if cause.code else None
                 if next_start is None:
@@ -147,6 +156,7 @@ def _run_ranks(
     device: str,
     folder: Path,
     place: Callable[[int], str],
+    watched: LauncherWatch | None = None,
     *,
     can_stop: bool,
 ) -> Cause:
@@ -172,11 +182,21 @@ def _run_ranks(
             else:
                 elastic_launch(launch, program)(*options)
     except ChildFailedError as error:
-        return explain_failure(error, folder, place)
+        cause = explain_failure(error, folder, place)
+        if watched is None or not watched.text:
+            return cause
+        named = {rank for rank, failure in error.failures.items() if failure.pid in watched.ended}
+        ranks = tuple(sorted(named | {rank for rank in watched.ended.values() if rank is not None}))
+        ranks = () if len(ranks) == world_size else ranks  # no device is worse than another
+        return Cause(cause.code, f"error: {watched.text}\n", is_loss=True, ranks=ranks, is_final=False)
     except SignalException as error:
         ending = "interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}"
         return Cause(128 + error.sigval, f"{ending}\n")
     return Cause(0, "")
+
+
+def _parent_of_ranks(device: str) -> int:
+    return forkserver._forkserver._forkserver_pid if is_on_cpu(device) else os.getpid()  # type: ignore[attr-defined]
 
 
 def announce_start(world_size: int, engine: str | None, *, checks: bool = False) -> None:

@@ -94,12 +94,18 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if by_epochs and _has_nothing_to_do(config):
         return 0
     if starts_ranks:
+        from grpo_megatron.parallel.heartbeat import LauncherWatch
+
         heal = build_healing(config, checked)
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device = config.trainer.device
-        healing = config.trainer.healing
+        healing, stall_s = config.trainer.healing, config.trainer.stall_timeout_s
         remembers = healing.is_on and healing.memory
+        watch = None
+        if stall_s is not None:
+            num_nodes = config.trainer.nnodes
+            watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
         return ranks.start_ranks(
             main,
             world_size,
@@ -110,6 +116,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
             place=place,
             heal=heal,
             remembers=remembers,
+            watch=watch,
         )
     return _run(config, checked, options)
 

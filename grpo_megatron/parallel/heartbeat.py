@@ -4,7 +4,8 @@ output_dir/heartbeats/rank_00003.json, .stacks   rank 3's last beat; the stacks 
 output_dir/heartbeats/stalled.json               written by the first rank that sees a stall
 output_dir/stalls/001/report.txt                 who has stalled, and what every rank was doing
 output_dir/stalls/001/rank_00003.txt             the stacks of rank 3's threads, or why there are none
-The beats are files, which works alike with gloo and NCCL. Not run on a GPU yet.
+The beats are files, which works alike with gloo and NCCL. The launcher of a machine finds what its ranks cannot: see
+LauncherWatch. Not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from grpo_megatron.parallel.mesh import Mesh, RankError, on_first_rank
-from grpo_megatron.processes.process import start_ticks
+from grpo_megatron.processes.process import child_pids, start_ticks
 from grpo_megatron.storage.run_files import add_event
 
 # -- which rank has stalled: pure functions of what was read, and of the time -----------------------------------------
@@ -380,7 +381,7 @@ class Heartbeat:
 
     def _clear(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)  # the launcher may write its beat meanwhile
 
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
@@ -535,3 +536,104 @@ class Heartbeat:
             with contextlib.suppress(OSError):
                 stacks = self._file(beat.rank, "stacks").read_text() or f"no stacks: {describe_process(beat.pid)}\n"
                 (folder / self._file(beat.rank, "txt").name).write_text(stacks)
+
+
+# -- the watch of the launcher ----------------------------------------------------------------------------------------
+
+
+class LauncherWatch(threading.Thread):
+    """Ends ranks of this machine that no rank can find: all are stopped or hang, or their heartbeats have not begun.
+
+    A context manager around the life of the ranks, which are the next children of process `parent`. After its first beat a
+    rank is watched as by the ranks (`Watch`), which get the time to end it themselves and to write stacks. Before it, a rank
+    is lost that has been stopped for `timeout_s`. All are when none has a beat, and for as long none has used a processor
+    or waits for a disk; on several nodes they may wait for a rank of another one, and are not ended.
+    """
+
+    def __init__(self, output_dir: Path, timeout_s: float, parent: int, num_nodes: int = 1) -> None:
+        super().__init__(name="launcher's watch", daemon=True)
+        self.output_dir, self.timeout_s, self.parent, self.num_nodes = output_dir, timeout_s, parent, num_nodes
+        self.period_s = min(MAX_PERIOD_S, timeout_s / 6)
+        self.grace_s = 2 * (self.period_s + STACKS_S)
+        self.text, self.ended = "", dict[int, int | None]()  # why; process -> rank, None: not known
+        self._known, self._over = child_pids(parent), threading.Event()
+        self._stopped_s: dict[int, float] = {}
+        self._cpu_s = self._quiet_s = 0.0
+
+    def __enter__(self) -> LauncherWatch:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        watch, last, announced_at = Watch(self.timeout_s + self.grace_s, self.period_s, time.monotonic()), 0.0, 0.0
+        local = Beat(-1, socket.gethostname(), os.getpid(), start_ticks(), 0, None, "", 0, 0.0, 0.0, "")
+        while not self.ended and not self._over.wait(self.period_s):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self.period_s), now
+            beats = self._exchange(local := replace(local, count=local.count + 1))
+            states = {pid: _state(Path(f"/proc/{pid}/stat")) for pid in child_pids(self.parent) - self._known}
+            states = {pid: state for pid, state in states.items() if state not in ("", "Z", "X")}
+            beats = {rank: b for rank, b in beats.items() if b.node == local.node and b.pid in {*states, local.pid}}
+            stopped = frozenset(beat.rank for beat in beats.values() if states.get(beat.pid) in ("T", "t"))
+            stalled = watch.update(beats, now, local, time.monotonic() - now, stopped)
+            stalled = [beat for beat in stalled if beat.pid in states and watch.is_silent(beat)]
+            if stalled and (self.output_dir / FOLDER / "stalled.json").exists():
+                announced_at = announced_at or now
+                stalled = stalled if now - announced_at > 2 * self.grace_s else []
+            early = states.keys() - {beat.pid for beat in beats.values()}
+            if stalled:
+                lines = [f"{reason(beat, watch.silent_s[beat.rank])}; {describe_process(beat.pid)}" for beat in stalled]
+                self._end(lines, {beat.pid: beat.rank for beat in stalled})
+            elif lost := self._stopped_early(early, states, passed):
+                since = f"has stalled before its first heartbeat: for {self.timeout_s:g} s"
+                self._end(
+                    [f"process {pid} of a rank {since} {describe_process(pid)}" for pid in lost], dict.fromkeys(lost)
+                )
+            elif self._is_quiet(early == states.keys() and self.num_nodes == 1, states, passed):
+                since = f"for {self.timeout_s:g} s none has used a processor"
+                self._end([f"all ranks have stalled before their first heartbeat: {since}"], dict.fromkeys(states))
+
+    def _exchange(self, local: Beat) -> dict[int, Beat]:
+        """Writes the launcher's beat, which shows that the file system works, and reads those of all."""
+        beats = {}
+        with contextlib.suppress(OSError):
+            (self.output_dir / FOLDER / f"launcher_{local.pid}.json").write_text(json.dumps(asdict(local)) + "\n")
+        for file in (self.output_dir / FOLDER).glob("*r*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError):  # stalled.json, or it is being rewritten
+                beat = Beat(**json.loads(file.read_text()))
+                if beat.rank != local.rank or beat.pid == local.pid:  # there may be a launcher for each node
+                    beats[beat.rank] = beat
+        return beats
+
+    def _stopped_early(self, early: Set[int], states: Mapping[int, str], passed: float) -> list[int]:
+        stopped = [pid for pid in early if states[pid] in ("T", "t")]
+        self._stopped_s = {pid: self._stopped_s.get(pid, 0.0) + passed for pid in stopped}
+        return [pid for pid, seconds in self._stopped_s.items() if seconds >= self.timeout_s]
+
+    def _is_quiet(self, is_watched: bool, states: Mapping[int, str], passed: float) -> bool:
+        before, self._cpu_s = self._cpu_s, sum(map(_cpu_seconds, states))
+        is_busy = abs(self._cpu_s - before) > BUSY * passed or set(states.values()) & {"D", "R"}
+        self._quiet_s = 0.0 if is_busy or not is_watched or not states else self._quiet_s + passed
+        return self._quiet_s >= self.timeout_s
+
+    def _end(self, lines: list[str], ranks: Mapping[int, int | None]) -> None:
+        """Kills ranks. torchrun's agent then ends the others, and this launcher finds `text`."""
+        self.text, self.ended = "\n".join(lines), dict(ranks)
+        if self.output_dir.is_dir():
+            add_event(self.output_dir, "stalled", None, self.text)
+        for pid in ranks:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Returns the processor seconds of a process; 0.0 without such a process."""
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except (OSError, ValueError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -181,18 +181,23 @@ def fallback_layout(
     Of each number of ranks, down to half of `most`, it is the layout nearest to the config's, which may be the same keys:
     the engine's memory, micro-batches and switches stay as they were. `refuses(config, ranks)`: further rules.
     """
-    now, work = Layout.of(config), Workload.of(config, models)
+    now, work, sampling = Layout.of(config), Workload.of(config, models), config.num_rollout_ranks
+    if sampling:  # ranks that sample are given up first, down to one engine, then ranks that train
+        engine, training = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node - sampling
+        sampling = max(engine, (most - training) // engine * engine)
+        config, most = config.with_values({"rollout.num_ranks": sampling}), most - sampling
     found = []
     for ranks in range(most, most // 2, -1):
         machine = PlannedMachine(gpu, ranks, min(config.trainer.n_gpus_per_node, ranks))
         candidates = sorted(_candidates(config, models, machine), key=lambda layout: layout.distance(now))
         for layout in candidates[:LARGEST_SEARCH]:
             too_many = layout.replicas(ranks) > work.samples * work.epochs / work.updates
-            if too_many or (work.generates and ranks // layout.rollout_tp > work.samples):
+            if too_many or (work.generates and (sampling or ranks) // layout.rollout_tp > work.samples):
                 continue
             fit = proposed_fit(layout.applied(config), models, ranks, gpu.usable_bytes)
-            if fit.has_margin and not refuses(fit.layout.applied(config), ranks):
-                found.append((ranks, estimated(fit, work, machine)))
+            if fit.has_margin and not refuses(fit.layout.applied(config), ranks + sampling):
+                planned = estimated(fit, work, machine, rollout_ranks=sampling, lag=config.rollout.lag)
+                found.append((ranks + sampling, planned))
                 break
     return min(found, key=lambda planned: planned[1].seconds.step, default=None)
 

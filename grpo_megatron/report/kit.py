@@ -263,6 +263,7 @@ def _run_data(run: RunFolder, drawn: set[str], is_live: bool) -> dict[str, Any]:
         ],
         "events": run.events[-MAX_EVENTS:],
         "numEvents": len(run.events),
+        "recoveries": [one._asdict() for one in run.recoveries()[-MAX_EVENTS:]],
         "samples": run.samples(),
     }
 

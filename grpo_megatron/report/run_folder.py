@@ -128,6 +128,11 @@ class Curves:
         """Computes the mean of each bucket; None where the metric was not recorded."""
         return [bucket.total / bucket.count if bucket and bucket.count else None for bucket in self._buckets(name)]
 
+    def total(self, name: str, steps: range) -> float:
+        """Sums a metric over steps; in a bucket of several steps each has the mean."""
+        buckets = [self._metrics.get(name, {}).get(step // self.width) for step in steps]
+        return sum(bucket.total / bucket.count for bucket in buckets if bucket and bucket.count)
+
     def data(self, name: str) -> dict[str, Any]:
         """Makes the page's data: means `y` per bucket; `low`, `high` where one has several steps; `lost`: numbers of buckets.
 
@@ -223,6 +228,19 @@ SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
 RECENT = 20  # steps, whose median predicts the next ones
 ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
 FlatSettings = dict[str, Any]  # "section.key" -> value
+MAX_AGAIN = 10_000  # steps that are made again
+
+
+class Recovered(NamedTuple):
+    """A loss of ranks, and what it cost. The step that was under way is among those that are made again."""
+
+    time: float  # Unix time, when all ranks had ended
+    steps_done: int
+    who: str
+    layout: str  # before and after
+    seconds: tuple[float, ...] = ()  # of `healed` in events.jsonl; (): another loss came before
+    steps_again: int = 0
+    tokens_again: int = 0
 
 
 class Now(NamedTuple):
@@ -334,6 +352,20 @@ class RunFolder:
         if not kinds:  # of a version without events
             return "done" if (self.folder / "outcome.json").exists() else "running"
         return kinds[-1] if kinds[-1] in ENDED else "running"
+
+    def recoveries(self) -> list[Recovered]:
+        """Lists the losses of ranks after which the run went on (trainer.healing), oldest first."""
+        found: list[Recovered] = []
+        for event in self.events:
+            step, seconds = event["step"], event.get("seconds")
+            if event["kind"] == "lost" and step is not None:
+                found.append(Recovered(event["time"], step, str(event.get("who", "")), str(event.get("layout", ""))))
+            elif event["kind"] == "healed" and found and isinstance(seconds, list) and step is not None:
+                again = range(max(step, 0), min(found[-1].steps_done, step + MAX_AGAIN) + 1)
+                tokens = round(self.curves.total("perf/total_num_tokens", again))
+                known = tuple(s for s in seconds if isinstance(s, int | float) and 0 <= s < LONGEST_S)
+                found[-1] = found[-1]._replace(seconds=known, steps_again=len(again), tokens_again=tokens)
+        return found
 
     def silent_since(self) -> float | None:
         """Returns the Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""

@@ -118,7 +118,7 @@ NARROWEST = 40
 def watch_lines(run: RunFolder, width: int) -> list[str]:
     """Draws the run in lines of at most `width` characters. `run` is up to date."""
     width = max(width, NARROWEST)
-    parts = [_head(run), _now(run), _curve_lines(run, width), _sample(run, width), _events(run)]
+    parts = [_head(run), _now(run), _curve_lines(run, width), _sample(run, width), _losses(run), _events(run)]
     lines = [line for part in map(list, parts) if part for line in (*part, "")]
     return [line if len(line) <= width else f"{line[: width - 3]}..." for line in lines[:-1]]
 
@@ -209,6 +209,13 @@ def _folded(name: str, text: str, width: int, most: int) -> Iterator[str]:
     for number, line in enumerate(lines[:most]):
         mark = " ..." if number + 1 == most < len(lines) else ""
         yield f"  {name if number == 0 else '':<9}  {line[: space - len(mark)]}{mark}"
+
+
+def _losses(run: RunFolder) -> Iterator[str]:
+    if losses := run.recoveries():
+        spent, tokens = sum(sum(one.seconds) for one in losses), sum(one.tokens_again for one in losses)
+        times = "once" if len(losses) == 1 else f"{len(losses):,} times"
+        yield f"ranks lost {times}: {spent:.1f} s until the next samples, about {tokens:,} tokens made again"
 
 
 def _events(run: RunFolder) -> Iterator[str]:

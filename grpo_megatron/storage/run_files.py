@@ -120,6 +120,8 @@ def remove_rollouts_from(folder: Path, first_step: int) -> None:
 # {"time": 1700000000.0, "kind": "resumed", "step": 12, "text": "..."}
 #
 # The file is only appended to, over all attempts. `time` is Unix time in seconds; `step` counts from 0, or is null.
+# `lost` has `who` and `layout`, as texts; `healed` has `seconds` until all ranks had ended, then until all parts were built, and
+# of the sync.
 
 EVENTS_FILE = "events.jsonl"
 EVENT_KINDS = ("started", "resumed", "guard", "stopped", "stalled", "failed", "done", "lost", "healed", "grown")
@@ -127,13 +129,11 @@ LONGEST_TEXT = 2000  # characters
 LONGEST_TIME = 2.0**37  # seconds: the year 6325, which every calendar has
 
 
-def add_event(output_dir: Path, kind: str, step: int | None, text: str = "") -> None:
+def add_event(output_dir: Path, kind: str, step: int | None, text: str = "", **facts: Any) -> None:
     """Append an event. For one rank only. A full disk is not reported here: the next metrics or checkpoint report it."""
     assert kind in EVENT_KINDS, kind
-    line = (
-        json.dumps({"time": round(time.time(), 3), "kind": kind, "step": step, "text": redacted(text)[:LONGEST_TEXT]})
-        + "\n"
-    )
+    event = {"time": round(time.time(), 3), "kind": kind, "step": step, "text": redacted(text)[:LONGEST_TEXT], **facts}
+    line = json.dumps(event) + "\n"
     with contextlib.suppress(OSError), (output_dir / EVENTS_FILE).open("a", encoding="utf-8") as file:
         file.write(line)
 

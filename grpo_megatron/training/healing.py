@@ -57,10 +57,12 @@ class Recovery:
         """Logs the seconds by phase; the engine has its weights, and generates next."""
         now = time.time()
         metrics.constant("timing_s/healing", now - self.lost_at)
+        seconds = [self.ended_at - self.lost_at, self.built_at - self.ended_at, now - self.built_at]
+        ended, built, synced = seconds = [round(each, 1) for each in seconds]
         text = (
-            f"{now - self.lost_at:.1f} s after the last sign of the lost rank: {self.ended_at - self.lost_at:.1f} until all ranks"
-            f" had ended, {self.built_at - self.ended_at:.1f} until all parts were built, {now - self.built_at:.1f} for the sync"
+            f"{now - self.lost_at:.1f} s after the last sign of the lost rank: {ended} until all ranks"
+            f" had ended, {built} until all parts were built, {synced} for the sync"
         )
         if is_first:
-            add_event(output_dir, "healed", step, text)
+            add_event(output_dir, "healed", step, text, seconds=seconds)
         sinks.note(f"healed: step {step} generates {text}")

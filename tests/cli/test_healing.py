@@ -116,11 +116,9 @@ def test_many_losses_without_a_step_and_errors_with_a_remedy_end_the_run(heal: C
 
 def test_what_healing_cannot_do_is_refused() -> None:
     settings = {"nnodes": 2, "save_freq": -1, "healing": {"layouts": "auto", "memory": False}}
-    rollout = {"placement": "separate", "num_nodes": 1}
-    raw = {"model": {"path": "m"}, "trainer": settings, "rollout": rollout}
-    problems = list(healing_problems(Config.model_validate(raw)))
-    assert len(problems) == 3
-    for problem, key in zip(problems, ("trainer.nnodes=2", "rollout.placement=separate", "save_freq=-1"), strict=True):
+    problems = list(healing_problems(Config.model_validate({"model": {"path": "m"}, "trainer": settings})))
+    assert len(problems) == 2
+    for problem, key in zip(problems, ("trainer.nnodes=2", "save_freq=-1"), strict=True):
         assert key in Problem.of(problem).text
 
 
@@ -167,6 +165,20 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
     assert any("1 train" in text and "tensor_model_parallel_size=1" in text for _, text in fallbacks.lines())
     none = config.with_values({"trainer.healing.layouts": "same"})
     assert Fallbacks(none, read_models(none), GPUS[REFERENCE]).restart(1) is None
+
+
+def test_of_two_roles_ranks_that_sample_are_given_up_first(root: Path) -> None:
+    """Two train in tp 2, two sample: 3 left, 2 train; 2 left, one trains, in tp 1. One left cannot have both roles."""
+    raw = exact_run(root, root / "planned", 4, tp=2, healing={"layouts": "auto"})
+    raw["rollout"] |= {"placement": "separate", "num_ranks": 2}
+    config = Config.model_validate(raw)
+    fallbacks = Fallbacks(config, read_models(config), GPUS[REFERENCE])
+    fewer = [RESUME, "trainer.n_gpus_per_node=3", "rollout.num_ranks=1"]
+    assert fallbacks.restart(3) == Restart(3, fewer)
+    two = [RESUME, "trainer.n_gpus_per_node=2", "rollout.num_ranks=1", "actor.megatron.tensor_model_parallel_size=1"]
+    assert fallbacks.restart(2) == Restart(2, two) and fallbacks.restart(1) is None
+    lines = dict(fallbacks.lines())
+    assert lines["3 left"].startswith("2 train, 1 sample, ") and lines["1 left"].startswith("no layout fits")
 
 
 @pytest.mark.parametrize(("tp", "memory"), [(1, True), pytest.param(2, False, marks=pytest.mark.soak)])

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +25,8 @@ import pytest
 import torch
 
 from grpo_megatron.device import Device
-from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, StalledRank, Watch, behind, table
+from grpo_megatron.parallel import heartbeat as module
+from grpo_megatron.parallel.heartbeat import Beat, Heartbeat, LauncherWatch, StalledRank, Watch, behind, table
 from grpo_megatron.parallel.mesh import build_mesh
 from tests.runs import make_run, stand_in_trainer
 from tests.worlds import ranks
@@ -162,6 +164,22 @@ def test_who_is_behind_and_the_table() -> None:
     ]
 
 
+def test_the_launcher_may_write_its_beat_while_the_folder_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heartbeat = fake(tmp_path)
+    heartbeat.folder.mkdir()
+    (heartbeat.folder / "stalled.json").touch()
+
+    def interrupted(folder: Path, **_: Any) -> None:
+        (folder / "stalled.json").unlink()
+        (folder / "launcher.json").touch()  # so that the folder cannot be removed
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    heartbeat._clear()
+    assert [path.name for path in heartbeat.folder.iterdir()] == ["launcher.json"]
+
+
 def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     heartbeat = fake(tmp_path, 5)
     heartbeat.folder.mkdir()
@@ -169,6 +187,52 @@ def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     for rank, content in enumerate((text, "", text[:40], "[]")):
         heartbeat._file(rank, "json").write_text(content)
     assert heartbeat._read() == {0: beats()[0]}
+
+
+@pytest.mark.parametrize(
+    ("states", "nodes", "says", "ended"),
+    [
+        (
+            "sleeps stopped",
+            1,
+            r"process \d+ of a rank has stalled before its first heartbeat: .* is stopped, by SIGSTOP",
+            [1],
+        ),
+        (
+            "sleeps sleeps",
+            1,
+            "all ranks have stalled before their first heartbeat: for 0.6 s none has used a processor",
+            [0, 1],
+        ),
+        ("sleeps sleeps", 2, "", []),  # they may wait for another node
+        ("sleeps busy", 1, "", []),
+        ("beats beats", 1, r"rank 0 .* has stalled in phase start: no sign of life for \d s", [0, 1]),
+    ],
+)
+def test_the_launcher_ends_ranks_that_no_rank_can_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, nodes: int, says: str, ended: list[int]
+) -> None:
+    """Ranks are processes that sleep; "beats" have written one beat before."""
+    monkeypatch.setattr(module, "STACKS_S", 0.1)
+    folder = tmp_path / module.FOLDER
+    folder.mkdir()
+    processes = []
+    with LauncherWatch(tmp_path, 0.6, os.getpid(), nodes) as watch:
+        for rank, state in enumerate(states.split()):
+            body = "while True: pass" if state == "busy" else "import time; time.sleep(60)"
+            processes.append(process := subprocess.Popen([sys.executable, "-S", "-c", body]))
+            if state == "stopped":
+                process.send_signal(signal.SIGSTOP)
+            beat = replace(beats()[0], rank=rank, pid=process.pid, node=socket.gethostname(), step=None, phase="")
+            if state == "beats":
+                (folder / f"rank_{rank:05d}.json").write_text(json.dumps(asdict(beat)))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes[-1].wait(60 if ended else 2)
+        lost = [rank for rank, process in enumerate(processes) if process.pid in watch.ended]
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert lost == ended and re.match(says or "$", watch.text), watch.text
 
 
 # -- real ranks --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from grpo_megatron.report.kit import render_report
 from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.watch import WatchOptions, sparkline, watch, watch_lines
 from tests.report.material import HOSTILE, event, group, make_run, sample
+from tests.runs import write_rows
 
 WORDS = "first second third"
 
@@ -56,6 +57,27 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert lines_of(folder)[2].startswith("warm-up, step 30 of 50: update_actor for 2 s")
     (folder / "warmup").mkdir()
     assert lines_of(folder)[2].startswith("step 30: update_actor")
+
+
+def test_losses_of_ranks_are_summed(tmp_path: Path) -> None:
+    """The loss in step 2 comes while the ranks start again; after the one in step 5 the steps 4 and 5 are made again."""
+    lost = {"who": "lost rank 1", "layout": "2 ranks, then 1, in the layout of the config"}
+    events = [event("started", 0), {**event("lost", 2), **lost}, {**event("lost", 2), **lost}]
+    events += [{**event("healed", 2), "seconds": [0.2, 1.0, 0.3]}, {**event("lost", 5), **lost}]
+    folder = make_run(
+        tmp_path / "run", steps=8, events=[*events, {**event("healed", 4), "seconds": [8, 1.0, "x", 1e99]}]
+    )
+    rows = [{**json.loads(line), "perf/total_num_tokens": 100} for line in (folder / "metrics.jsonl").open()]
+    write_rows(folder / "metrics.jsonl", rows)
+    run = RunFolder(folder)
+    run.update()
+    assert [(one.steps_done, sum(one.seconds), one.steps_again, one.tokens_again) for one in run.recoveries()] == [
+        (2, 0, 0, 0),
+        (2, 1.5, 1, 100),
+        (5, 9.0, 2, 200),
+    ]
+    assert "ranks lost 3 times: 10.5 s until the next samples, about 300 tokens made again" in lines_of(folder)
+    assert '"recoveries":[{' in render_report([run]).replace(" ", "")
 
 
 def test_a_run_that_was_killed_is_noticed(tmp_path: Path) -> None:

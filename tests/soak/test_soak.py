@@ -18,8 +18,8 @@ from grpo_megatron.trust.compare import compare_runs, compare_seams
 from tests import vision, worlds
 from tests.e2e import run_ranks, test_vision
 from tests.runs import write_rows
-from tests.soak import injection
-from tests.soak.soak import DAMAGES, MATRIX, Fault, Soak, make_workspace, rows_of, soak_settings
+from tests.soak import healing, injection
+from tests.soak.soak import DAMAGES, MATRIX, Fault, Soak, make_workspace, rows_of, run_command, soak_settings
 from tests.stored import same_stored
 
 STEPS = 9
@@ -53,6 +53,27 @@ def test_a_short_soak(tmp_path: Path) -> None:
     compared, seams = compare_runs(TraceFolder(undisturbed), traced), compare_seams(traced)
     assert (compared.verdict, compared.num_steps, seams.verdict, seams.num_steps) == ("equal", STEPS, "equal", 1)
     assert (output / "hf/model.safetensors").read_bytes() == (undisturbed / "hf/model.safetensors").read_bytes()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["moe", "lora", "critic", "roles", "all stopped"])
+def test_each_kind_of_run_heals(tmp_path: Path, kind: str) -> None:
+    """A rank dies in an update; of two roles one that samples, then one that trains. The launcher finds that all are stopped."""
+    name = "roles" if kind == "all stopped" else kind
+    first = (
+        {"point": "gen", "count": 2, "rank": 5} if name == "roles" else {"point": "update_actor", "count": 2, "rank": 1}
+    )
+    losses = [
+        {**first, "action": "stop all ranks" if kind == "all stopped" else "kill rank", "once": str(tmp_path / "0")}
+    ]
+    if kind == "roles":
+        second = {"point": "update_actor", "count": 1, "rank": 0, "action": "kill rank", "once": str(tmp_path / "1")}
+        losses.append({**second, "after": losses[0]["once"]})
+    root, expected = healing.make_inputs(tmp_path / "inputs", name), tmp_path / "undisturbed"
+    code, _, err, _ = run_command(healing.settings(root, expected, name, healing=False, steps=4), tmp_path / "command")
+    assert code == 0, err
+    healed = healing.heal_run(root, tmp_path, name, losses, expected, steps=4)
+    assert healed.problems == [] and len(healed.seconds) == len(losses)
 
 
 NUM_IMAGES, EDGE = 320, 8  # tokens of an edge: 150 KB of pixels

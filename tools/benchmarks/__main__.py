@@ -14,6 +14,7 @@
     python -m tools.benchmarks sandboxes [--count 1000]
     python -m tools.benchmarks endpoint [--count 128]
     python -m tools.benchmarks saving [--steps 5] [--folder DIR]
+    python -m tools.benchmarks mirror [--workload 26M] [--steps 5]
     python -m tools.benchmarks scale [--ranks 64 512 4096] [--samples 65536]
     python -m tools.benchmarks trace [--workload 0.4M] [--steps 4] [--prompts N]
     python -m tools.benchmarks start [--ranks 2] [--engine transformers] [--cold] [--against CHECKOUT]
@@ -51,7 +52,7 @@ endpoint: an agent that speaks OpenAI's API beside the same environment as a cla
 saving: checkpoints that are written while training goes on, beside checkpoints that the run waits for. scale: the host side of
 a step of 65,536 samples in worlds of 64, 512 and 4,096 ranks, simulated in this process.
 
-trace: what a step's trace costs beside the step, in the same run.
+trace: what a step's trace costs beside the step, in the same run. mirror: what a step waits for the state in memory.
 
 start: from the command to the first sampled token on the CPU, and where the time goes; beside another checkout.
 
@@ -96,6 +97,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
     "lora": ("runs", "add_lora_arguments", "lora", "LoRA, merged and split, beside training of all weights"),
     "routes": ("runs", "add_routes_arguments", "routes", "a mixture of experts with and without route replay"),
     "roles": ("runs", "add_roles_arguments", "roles", "ranks of two roles, beside ranks that train and sample in turn"),
+    "mirror": ("mirror", "add_arguments", "measure_mirror", "the state in memory, for healing, beside the step"),
     "scale": ("scale", "add_arguments", "scale", "the host side of a step with thousands of ranks"),
     "trace": ("trace", "add_arguments", "measure_trace", "the trace of a step, beside the step"),
     "start": ("start", "add_arguments", "start", "the start of a run, up to the first sampled token"),

@@ -301,7 +301,19 @@
     made.append(details);
     show();
   }
-  const KINDS = { started: "calm", resumed: "calm", guard: "mark", stopped: "mark", stalled: "wrong", failed: "wrong", done: "right" };
+  const KINDS = { started: "calm", resumed: "calm", guard: "mark", stopped: "mark", stalled: "wrong", failed: "wrong", done: "right", lost: "wrong", healed: "right", grown: "calm" };
+  function healing() {
+    if (!runs.some((run) => run.recoveries.length)) return;
+    const made = section("Losses of ranks"), head = ["when", "steps done", "what", "layout", "until ended", "built", "synced", "together", "steps again", "tokens again"];
+    for (const run of runs) {
+      if (two) made.append(make("h3", "", run.name));
+      const rows = run.recoveries.map((loss) => {
+        const parts = loss.seconds.length ? [...loss.seconds, loss.seconds.reduce((sum, each) => sum + each, 0)].map(seconds) : ["another loss came before", "", "", ""];
+        return [clock(loss.time), loss.steps_done.toLocaleString("en"), loss.who, loss.layout, ...parts, loss.steps_again.toLocaleString("en"), loss.tokens_again.toLocaleString("en")];
+      });
+      made.append(scrolled(table(head, rows)));
+    }
+  }
   function events() {
     if (!runs.some((run) => run.events.length)) return;
     const made = section("Events");
@@ -324,6 +336,7 @@
   if (!runs.some((run) => run.steps.length)) main.append(make("p", "note", "No step is complete yet."));
   curves();
   config();
+  healing();
   events();
   markWide();
 })();
