@@ -51,11 +51,9 @@ def healing_problems(config: Config) -> Problems:
     if not trainer.healing.is_on:
         return
     key = f"{k.trainer.healing.layouts}"
-    if trainer.nnodes > 1:
-        yield f"{key} with {k.trainer.nnodes}: one launcher starts the ranks of one machine; leave it out"
     if config.num_rollout_ranks:
         yield f"{key} with {k.rollout.placement}: ranks of two roles cannot change their numbers; leave it out"
-    if trainer.save_freq == -1 and not trainer.healing.memory:
+    if trainer.save_freq == -1 and (trainer.nnodes > 1 or not trainer.healing.memory):
         yield f"{key} with {k.trainer.save_freq} and {k.trainer.healing.memory}: no state is kept; set save_freq=1 or more"
 
 
