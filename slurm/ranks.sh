@@ -108,6 +108,19 @@ on_ranks() {
     run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
 }
 
+# on_nodes -- PROGRAM: run PROGRAM once on every node of the job; it starts the ranks there, and outlives other nodes (HEALING=1).
+on_nodes() {
+    local options=() option
+    for option in "${OUTSIDE[@]}"; do
+        case $option in
+            --ntasks=* | --ntasks-per-node=* | --kill-on-bad-exit=* | --cpus-per-task=*) ;;
+            *) options+=("$option") ;;
+        esac
+    done
+    options+=(--ntasks="$NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 ${CPUS:+--cpus-per-task="$CPUS"})
+    run srun "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh --node "${@:2}"
+}
+
 # serve_teacher LOG: start SERVE on the teacher's node, and wait until it answers. Slurm ends it with the job.
 serve_teacher() {
     local server option command=(srun --nodes=1 --ntasks=1 --nodelist="$TEACHER_NODE" --mpi=none)

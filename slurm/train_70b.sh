@@ -19,6 +19,10 @@
 #   ... and all nodes fail: file system, image, network    requeue with the same nodes, once
 #   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
 #
+# With HEALING=1, and sbatch --no-kill, the run goes on when it loses a rank or a node, in a layout for the nodes that are left, and
+# takes the node back when it returns (docs/design.md, Healing). SPARES=1: one node of the job waits for that. Without the node of
+# this script, which Slurm chooses first, the job is requeued.
+#
 # OUTPUT_DIR/attempts/JOB-N/ keeps log, config, overrides, git state, environment, nodes and pre-flight of attempt N. Create
 # the file stop in it to stop that attempt.
 #SBATCH --job-name=grpo-70b
@@ -48,6 +52,8 @@ cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}" && [ -f slurm/ranks.sh ] || { echo "erro
 source slurm/ranks.sh
 
 MAX_ATTEMPTS=${MAX_ATTEMPTS:-50}      # of this job, pre-emptions included
+HEALING=${HEALING:-0}                 # 1: a launcher on each node, which starts the ranks again after a loss
+SPARES=${SPARES:-0}                   # with HEALING=1: nodes of the job that only replace others
 SAVE_MARGIN=${SAVE_MARGIN:-600}       # the last step must end this many seconds before the time limit
 HANG_SECONDS=${HANG_SECONDS:-3600}    # a run without a step for so long hangs (twice as long for an attempt's first step)
 PREFLIGHT=${PREFLIGHT:-1}             # 0: do not check the nodes
@@ -73,8 +79,17 @@ for override; do
 done
 [ -z "$NEEDS_MODEL" ] || [ -e "$MODEL" ] || die "no model $MODEL; set MODEL, or give a config: sbatch slurm/train_70b.sh CONFIG"
 ATTEMPT=$OUTPUT_DIR/attempts/$JOB-$RESTARTS
+STARTER=on_ranks
+if [ "$HEALING" = 1 ]; then
+    [ "$SPARES" -lt "$NODES" ] || die "SPARES=$SPARES of $NODES nodes leave none to train"
+    [ -z "${SLURM_HET_SIZE:-}" ] || die "HEALING=1 needs a job of one component"
+    STARTER=on_nodes
+    set -- "$@" trainer.healing.layouts=auto trainer.healing.spares="$SPARES"
+else
+    SPARES=0
+fi
 TRAIN=("$PYTHON" -m grpo_megatron train "$CONFIG" "$@" trainer.output_dir="$OUTPUT_DIR" trainer.device="$DEVICE"
-    trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop" "${ROLES[@]}")
+    trainer.nnodes=$((NODES - SPARES)) trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop" "${ROLES[@]}")
 
 # -- state of the run --------------------------------------------------------------------------------------------------
 
@@ -182,8 +197,8 @@ main() {
     say "config: $CONFIG $*; outputs: $OUTPUT_DIR; newest checkpoint: $(newest | grep . || echo none)"
     if [ "$DRY_RUN" = 1 ]; then
         say "the plan:"
-        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size "$RANKS" \
-            trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
+        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size $((RANKS - SPARES * RANKS_PER_NODE)) \
+            trainer.nnodes=$((NODES - SPARES)) trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
         say "the commands:"
     else
         name_job grpo-70b "${OUTPUT_DIR##*/}"
@@ -198,9 +213,9 @@ main() {
     fi
     [ "$PREFLIGHT" = 0 ] || preflight
     [ -z "$TEACHER" ] || serve_teacher "$ATTEMPT/teacher.log" || requeue "the teacher's server has ended: $ATTEMPT/teacher.log"
-    if [ "$DRY_RUN" = 1 ]; then on_ranks -- "${TRAIN[@]}" && exit; fi
+    if [ "$DRY_RUN" = 1 ]; then "$STARTER" -- "${TRAIN[@]}" && exit; fi
     rm -f "$OUTPUT_DIR/outcome.json"
-    EXEC=1 on_ranks -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
+    EXEC=1 "$STARTER" -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
     srun=$!
     exec {watcher}> >(watch_for_hangs "$srun")
     wait "$srun"

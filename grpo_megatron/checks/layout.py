@@ -54,7 +54,8 @@ def healing_problems(config: Config) -> Problems:
     if config.num_rollout_ranks:
         yield f"{key} with {k.rollout.placement}: ranks of two roles cannot change their numbers; leave it out"
     if trainer.save_freq == -1 and (trainer.nnodes > 1 or not trainer.healing.memory):
-        yield f"{key} with {k.trainer.save_freq} and {k.trainer.healing.memory}: no state is kept; set save_freq=1 or more"
+        kept = f" and {k.trainer.healing.memory}" if trainer.nnodes == 1 else ""
+        yield f"{key} with {k.trainer.save_freq}{kept}: no state is kept; set save_freq=1 or more"
 
 
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------

@@ -94,7 +94,7 @@ class Node(Healer):
         self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there, this process does not
         self._store.bind(("", 0))
         self._last_look = time.monotonic()
-        self._clock = 0.0  # seconds since the start; where this process was stopped, others may have been, too
+        self._clock = 0.0  # seconds since the start
         self._seen: dict[int, tuple[Launcher, float]] = {}  # by node, with the time of the last change; 0: of none
         self._dead: set[str] = set()
         self._since: dict[tuple[str, int], float] = {}  # when this launcher first saw it
@@ -171,8 +171,7 @@ class Node(Healer):
         while not self._is_over.is_set():
             began = time.monotonic()
             try:
-                self._clock += min(began - self._last_look, MOST_POLLS * POLL_S)
-                self._update(self._clock)
+                self._update(self._tick(began))
                 self._last_look = began
             except OSError:
                 pass  # `_guard` ends the ranks where this lasts
@@ -180,6 +179,11 @@ class Node(Healer):
                 self._error = error
                 self._end(f"{type(error).__name__}: {error}")
             self._is_over.wait(POLL_S)
+
+    def _tick(self, now: float) -> float:
+        """Returns this launcher's clock. Of a pause little counts: others may have been stopped, too."""
+        self._clock += min(now - self._last_look, MOST_POLLS * POLL_S)
+        return self._clock
 
     def _guard(self) -> None:
         while not self._is_over.wait(0.1):
@@ -275,11 +279,12 @@ class Node(Healer):
             return
         causes: dict[int, Cause] = {}  # by place in the epoch
         gone = []
+        seen_at = self._since.setdefault(("epoch", number), now)  # from then on its members' signs are waited for
         for index, (node, name) in enumerate(members):
             launcher, changed = self._seen.get(node, (None, 0.0))
             if launcher is not None and launcher.id == name and launcher.epoch == number and launcher.ended is not None:
                 causes[index] = _cause(launcher.ended)
-            elif (launcher is not None and launcher.id != name) or self._is_gone(node, changed, now):
+            elif (launcher is not None and launcher.id != name) or self._is_gone(node, max(changed, seen_at), now):
                 gone.append(index)
         if len(causes) == len(members) and not any(cause.code for cause in causes.values()):
             self._give(0)
