@@ -28,6 +28,13 @@ RESUME = "trainer.resume_mode=auto"
 MAX_LOSSES = 3  # of the rank on one device; then the device is left out
 GROW_FACTOR = 10  # a lost device is tried again after 1 step, after its second loss after 10
 MAX_FAILURES = 5  # without a finished step in between
+# Seconds of a recovery on GPUs that do not follow from bytes. Estimates; none was measured on a GPU.
+NOTICED_S, AGREED_S, STARTED_S = (
+    1.0,
+    4.0,
+    25.0,
+)  # a killed process; the next epoch; imports, process groups, the engine's graphs
+STORAGE, SHA256 = 5e9, 1.5e9  # bytes per second: of a node from a shared file system, of a core (measured)
 
 
 class Fallbacks:
@@ -41,6 +48,7 @@ class Fallbacks:
         from grpo_megatron.planning.search import fallback_layout
 
         trainer = config.trainer
+        self.models = models
         self.config, self.world_size = config, trainer.nnodes * trainer.n_gpus_per_node
         self.has_nodes = trainer.nnodes > 1
         self.unit = trainer.n_gpus_per_node if self.has_nodes else 1
@@ -73,7 +81,28 @@ class Fallbacks:
                 continue
             ranks, layout = planned
             changes = " ".join(layout.layout.overrides(self.config)) or "the keys of the config"
+            parts = self._seconds(ranks, layout)
             yield name, f"{ranks} train, {layout.seconds.step:.3g} s per step (estimated): {changes}"
+            if self.has_nodes:
+                named = ", ".join(f"{seconds:.3g} {part}" for part, seconds in parts.items())
+                yield "", f"from the loss to the first sample {sum(parts.values()):.0f} s (estimated): {named}"
+
+    def _seconds(self, ranks: int, layout: PlannedLayout) -> dict[str, float]:
+        """Names the parts of a recovery from a checkpoint on shared storage."""
+        from grpo_megatron.training.checkpoint import checkpoint_bytes
+
+        config, nodes = self.config, max(1, ranks // self.unit)
+        size = checkpoint_bytes(self.models.arch, config.model.dtype, config.actor.lora)
+        parts = {
+            f"to notice a killed process (a silent node: {config.trainer.healing.node_timeout_s:g})": NOTICED_S,
+            "to agree": AGREED_S,
+            "to start processes and engines": STARTED_S,
+            f"to read {size / nodes / 1e9:.0f} GB per node": size / nodes / STORAGE,
+            "to sync": layout.seconds.sync,
+        }
+        if config.trainer.verify_checkpoints == "full":  # each file is read once more, by one rank
+            parts["for sha256 (trainer.verify_checkpoints)"] = size / nodes / STORAGE + size / ranks / SHA256
+        return parts
 
 
 class Healing(Healer):

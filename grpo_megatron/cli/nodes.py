@@ -277,6 +277,7 @@ class Node(Healer):
         if epoch is None or not was_here:  # it is of an earlier start
             self._begin(now)
             return
+        self._find_dead([node for node, _ in members], now)
         causes: dict[int, Cause] = {}  # by place in the epoch
         gone = []
         seen_at = self._since.setdefault(("epoch", number), now)  # from then on its members' signs are waited for
@@ -292,12 +293,10 @@ class Node(Healer):
             since = now - self._since.setdefault(("failed", number), now)
             if self._ranks is not None:
                 self._end_failed(gone, list(causes.values()), since)
-            running = [node for i, (node, _) in enumerate(members) if i not in causes and i not in gone]
-            if running and since > POLL_S:
-                self._find_dead(running)
-            if not running and self._waits:
+            if len(causes.keys() | gone) == len(members) and self._waits:
                 self._make_in_turn(epoch, number, gone, causes, now)
         elif self._ranks is not None:
+            self._ask_first(members[0][0], now)
             self._look_for_others(epoch, now)
 
     def _is_gone(self, node: int, changed: float, now: float) -> bool:
@@ -314,11 +313,21 @@ class Node(Healer):
         }
         return dict(sorted(found.items()))
 
-    def _find_dead(self, nodes: Sequence[int]) -> None:
-        """Asks silent launchers' machines. One whose process has ended is lost at once."""
-        for node in nodes:
-            if node in self._seen and node != self.node and _answers(self._seen[node][0]) is False:
-                self._dead.add(self._seen[node][0].id)
+    def _find_dead(self, nodes: Sequence[int], now: float) -> None:
+        """Asks the machines of silent launchers. One whose process has ended is lost at once."""
+        for launcher, changed in (self._seen[node] for node in nodes if node in self._seen):
+            if changed and now - changed > 4 * POLL_S and launcher.id not in self._dead and _answers(launcher) is False:
+                self._dead.add(launcher.id)
+
+    def _ask_first(self, node: int, now: float) -> None:
+        """Ends the ranks where the node of rank 0 cannot be reached: a collective of theirs would wait for long."""
+        if node == self.node or now < self._since.get(("asks", 0), 0.0):
+            return
+        self._since["asks", 0] = now + self.timeout_s / 8
+        if _answers(self._seen[node][0]):
+            self._since["reached", self.epoch] = now
+        elif now - self._since.setdefault(("reached", self.epoch), now) > self.timeout_s / 2:
+            self._end(f"node {node} cannot be reached")
 
     def _end_failed(self, gone: Sequence[int], causes: Sequence[Cause], since: float) -> None:
         """Ends this node's ranks, once those that end by themselves had the time for it."""

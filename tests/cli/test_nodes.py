@@ -119,14 +119,19 @@ def test_the_first_epoch_waits_for_all_nodes_and_says_who_is_which_rank(start: C
     assert start(0)[0].id != three[0].id
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
 def test_a_node_without_a_sign_of_life_is_lost_and_the_others_go_on(
-    start: Callable[..., list[Node]], tmp_path: Path
+    start: Callable[..., list[Node]], tmp_path: Path, is_killed: bool
 ) -> None:
+    """Its machine refuses a connection to the port of a launcher that was killed: then it is lost at once."""
     first, second, third = launchers = start(0, 1, 2)
     running(launchers)
     look(LATER, first, second)
+    if is_killed:
+        third._door, door = socket.create_server(("", 0)), third._door
+        door.close()
     look(LATER + LOST_S - 1, first, second)
-    assert not first._why and not second._why
+    assert bool(first._why) == bool(second._why) == is_killed
     look(LATER + LOST_S + 0.5, first, second)
     assert first._why == second._why == "a node was lost"
     for node in (first, second):
