@@ -40,6 +40,7 @@ REPORT_S = 2.0  # from the first lost connection until the cause of it is known,
 SAVED_S = 30.0  # from the first to the last rank that ends on request
 MOST_POLLS = 4  # of a pause between two of them, that count
 PROBE_S = 1.0
+TURN_S = 2.0  # more than two launchers differ in when they see the same
 KILLED = 128 + signal.SIGKILL
 
 
@@ -362,9 +363,11 @@ class Node(Healer):
         if self.node not in alive:
             return
         reached = {n: launcher for n, launcher in alive.items() if n == self.node or _answers(launcher)}
-        order = sorted(alive, key=lambda n: (n not in epoch["nodes"], n))
-        wait_s = 2 * POLL_S * order.index(self.node) + 4 * POLL_S * (len(alive) - len(reached))
-        if now - self._since.setdefault(("settled", number), now) < wait_s:
+        order = sorted(reached, key=lambda n: (n not in epoch["nodes"], n))
+        dead = {n for n, (launcher, _) in self._seen.items() if launcher.id in self._dead}
+        others = {*epoch["nodes"], *alive} - reached.keys() - dead
+        turn = order.index(self.node) + 2 * len(others) + (min(order) > min(others, default=self.node))
+        if now - self._since.setdefault(("settled", number), now) < TURN_S * turn:
             return
         cause, news = _merged(epoch, gone, causes, self.per_node, self.timeout_s), []
         healing, history = self.healing, epoch["history"]
