@@ -18,11 +18,7 @@
 #   the pre-flight check finds bad nodes                   requeue without them (two nodes and a bad link: without both)
 #   ... and all nodes fail: file system, image, network    requeue with the same nodes, once
 #   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
-#
-# With HEALING=1, and sbatch --no-kill, the run goes on when it loses a rank or a node, in a layout for the nodes that are left, and
-# takes the node back when it returns (docs/design.md, Healing). SPARES=1: one node of the job waits for that. Without the node of
-# this script, which Slurm chooses first, the job is requeued.
-#
+# With HEALING=1, and sbatch --no-kill, a lost rank or node does not end the attempt (docs/clusters.md).
 # OUTPUT_DIR/attempts/JOB-N/ keeps log, config, overrides, git state, environment, nodes and pre-flight of attempt N. Create
 # the file stop in it to stop that attempt.
 #SBATCH --job-name=grpo-70b
@@ -52,8 +48,6 @@ cd "${REPO:-${SLURM_SUBMIT_DIR:-$PWD}}" && [ -f slurm/ranks.sh ] || { echo "erro
 source slurm/ranks.sh
 
 MAX_ATTEMPTS=${MAX_ATTEMPTS:-50}      # of this job, pre-emptions included
-HEALING=${HEALING:-0}                 # 1: a launcher on each node, which starts the ranks again after a loss
-SPARES=${SPARES:-0}                   # with HEALING=1: nodes of the job that only replace others
 SAVE_MARGIN=${SAVE_MARGIN:-600}       # the last step must end this many seconds before the time limit
 HANG_SECONDS=${HANG_SECONDS:-3600}    # a run without a step for so long hangs (twice as long for an attempt's first step)
 PREFLIGHT=${PREFLIGHT:-1}             # 0: do not check the nodes
@@ -79,17 +73,8 @@ for override; do
 done
 [ -z "$NEEDS_MODEL" ] || [ -e "$MODEL" ] || die "no model $MODEL; set MODEL, or give a config: sbatch slurm/train_70b.sh CONFIG"
 ATTEMPT=$OUTPUT_DIR/attempts/$JOB-$RESTARTS
-STARTER=on_ranks
-if [ "$HEALING" = 1 ]; then
-    [ "$SPARES" -lt "$NODES" ] || die "SPARES=$SPARES of $NODES nodes leave none to train"
-    [ -z "${SLURM_HET_SIZE:-}" ] || die "HEALING=1 needs a job of one component"
-    STARTER=on_nodes
-    set -- "$@" trainer.healing.layouts=auto trainer.healing.spares="$SPARES"
-else
-    SPARES=0
-fi
 TRAIN=("$PYTHON" -m grpo_megatron train "$CONFIG" "$@" trainer.output_dir="$OUTPUT_DIR" trainer.device="$DEVICE"
-    trainer.nnodes=$((NODES - SPARES)) trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop" "${ROLES[@]}")
+    trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" trainer.stop_file="$ATTEMPT/stop" "${ROLES[@]}")
 
 # -- state of the run --------------------------------------------------------------------------------------------------
 
@@ -198,7 +183,7 @@ main() {
     if [ "$DRY_RUN" = 1 ]; then
         say "the plan:"
         "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size $((RANKS - SPARES * RANKS_PER_NODE)) \
-            trainer.nnodes=$((NODES - SPARES)) trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
+            trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
         say "the commands:"
     else
         name_job grpo-70b "${OUTPUT_DIR##*/}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,13 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
     )
     assert fallbacks.restart(2) == Restart(2, [RESUME]) and fallbacks.restart(0) is None
     assert any("1 train" in text and "tensor_model_parallel_size=1" in text for _, text in fallbacks.lines())
+    nodes = Fallbacks(
+        config.with_values({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}), read_models(config), GPUS[REFERENCE]
+    )
+    assert nodes.restart(1) == Restart(1, [RESUME, "trainer.nnodes=1", "actor.megatron.tensor_model_parallel_size=1"])
+    (seconds,) = (text for name, text in nodes.lines() if not name)
+    whole, parts = re.findall(r"first sample (\d+) s \(estimated\): (.*)", seconds)[0]
+    assert float(whole) == round(sum(map(float, re.findall(r"(?:^|, )([\d.e-]+) ", parts)))) == 32, parts
     none = config.with_values({"trainer.healing.layouts": "same"})
     assert Fallbacks(none, read_models(none), GPUS[REFERENCE]).restart(1) is None
 

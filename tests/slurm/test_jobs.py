@@ -289,10 +289,12 @@ def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:
     assert len(list((out / "healing").glob("epoch_*"))) == began + 1
 
     lab.link(second, "down")
-    run.allow(5)
-    lab.until(lambda: members() == [0])
-    goes_on(6, [0])
-    lab.link(second, "up")
+    try:
+        run.allow(5)
+        lab.until(lambda: members() == [0])
+        goes_on(6, [0])
+    finally:
+        lab.link(second, "up")
     time.sleep(20)  # the first node asks again after node_timeout_s
     goes_on(7, [0, 1])
 
