@@ -18,6 +18,8 @@ CONTAINER_RUNTIME=${CONTAINER_RUNTIME:-pyxis} # pyxis (srun --container-image) o
 CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-$REPO:$REPO} # comma-separated; add the folders of models, data and outputs
 TEACHER=${TEACHER:-}                      # the NAME of a teacher in the config: the job's last node serves it, and has no ranks
 SERVE=${SERVE:-}                          # with TEACHER: the command that serves it at port 8000, such as `vllm serve ...`
+HEALING=${HEALING:-0}                     # 1: a launcher on each node, which starts the ranks again after a loss (train_70b.sh)
+SPARES=${SPARES:-0}                       # with HEALING=1: nodes of the job that only replace others
 if [ -z "${PYTHON:-}" ]; then             # without a container the project's .venv, in a container the first on its PATH
     PYTHON=python
     [ -z "$CONTAINER" ] && [ -x "$REPO/.venv/bin/python" ] && PYTHON=$REPO/.venv/bin/python
@@ -61,6 +63,16 @@ ROLES=() # overrides, for the jobs that train
 # shellcheck disable=SC2034 # train_70b.sh uses it
 [ "$DRAWING_NODES" -eq 0 ] || ROLES=(rollout.placement=separate rollout.num_nodes="$DRAWING_NODES")
 [ -z "$TEACHER" ] || ROLES+=(teachers."$TEACHER".url=http://"$TEACHER_NODE":8000/v1)
+STARTER=on_ranks
+if [ "$HEALING" = 1 ]; then
+    [ "$SPARES" -lt "$NODES" ] || die "SPARES=$SPARES of $NODES nodes leave none to train"
+    [ -z "${SLURM_HET_SIZE:-}" ] || die "HEALING=1 needs a job of one component"
+    # shellcheck disable=SC2034 # train_70b.sh uses it
+    STARTER=on_nodes
+    ROLES+=(trainer.healing.layouts=auto trainer.healing.spares="$SPARES" trainer.nnodes=$((NODES - SPARES)))
+else
+    SPARES=0
+fi
 # The port depends on job and attempt only. It is below the ephemeral ports (32768).
 MASTER_PORT=$((20000 + (JOB * 17 + RESTARTS) % 10000))
 GRPO_MEGATRON_RUN_ID=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n') # the keys of this attempt in rank 0's store
@@ -106,6 +118,19 @@ on_ranks() {
     while [ "$1" != -- ]; do options+=("$1") && shift; done
     shift
     run srun "${OUTSIDE[@]}" "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh "$@"
+}
+
+# on_nodes -- PROGRAM: run PROGRAM once on every node of the job; it starts the ranks there, and outlives other nodes (HEALING=1).
+on_nodes() {
+    local options=() option
+    for option in "${OUTSIDE[@]}"; do
+        case $option in
+            --ntasks=* | --ntasks-per-node=* | --kill-on-bad-exit=* | --cpus-per-task=*) ;;
+            *) options+=("$option") ;;
+        esac
+    done
+    options+=(--ntasks="$NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 ${CPUS:+--cpus-per-task="$CPUS"})
+    run srun "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh --node "${@:2}"
 }
 
 # serve_teacher LOG: start SERVE on the teacher's node, and wait until it answers. Slurm ends it with the job.

@@ -18,7 +18,7 @@
 #   the pre-flight check finds bad nodes                   requeue without them (two nodes and a bad link: without both)
 #   ... and all nodes fail: file system, image, network    requeue with the same nodes, once
 #   a mistake in the config (2), two attempts without a new checkpoint, MAX_ATTEMPTS          the job ends
-#
+# With HEALING=1, and sbatch --no-kill, a lost rank or node does not end the attempt (docs/clusters.md).
 # OUTPUT_DIR/attempts/JOB-N/ keeps log, config, overrides, git state, environment, nodes and pre-flight of attempt N. Create
 # the file stop in it to stop that attempt.
 #SBATCH --job-name=grpo-70b
@@ -182,7 +182,7 @@ main() {
     say "config: $CONFIG $*; outputs: $OUTPUT_DIR; newest checkpoint: $(newest | grep . || echo none)"
     if [ "$DRY_RUN" = 1 ]; then
         say "the plan:"
-        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size "$RANKS" \
+        "$PYTHON" -m grpo_megatron train "$CONFIG" "$@" --dry-run --world-size $((RANKS - SPARES * RANKS_PER_NODE)) \
             trainer.nnodes="$NODES" trainer.n_gpus_per_node="$RANKS_PER_NODE" "${ROLES[@]}" || exit
         say "the commands:"
     else
@@ -198,9 +198,9 @@ main() {
     fi
     [ "$PREFLIGHT" = 0 ] || preflight
     [ -z "$TEACHER" ] || serve_teacher "$ATTEMPT/teacher.log" || requeue "the teacher's server has ended: $ATTEMPT/teacher.log"
-    if [ "$DRY_RUN" = 1 ]; then on_ranks -- "${TRAIN[@]}" && exit; fi
+    if [ "$DRY_RUN" = 1 ]; then "$STARTER" -- "${TRAIN[@]}" && exit; fi
     rm -f "$OUTPUT_DIR/outcome.json"
-    EXEC=1 on_ranks -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
+    EXEC=1 "$STARTER" -- "${TRAIN[@]}" > >(tee -a "$ATTEMPT/train.log") 2>&1 &
     srun=$!
     exec {watcher}> >(watch_for_hangs "$srun")
     wait "$srun"

@@ -51,10 +51,11 @@ def healing_problems(config: Config) -> Problems:
     if not trainer.healing.is_on:
         return
     key = f"{k.trainer.healing.layouts}"
-    if trainer.nnodes > 1:
-        yield f"{key} with {k.trainer.nnodes}: one launcher starts the ranks of one machine; leave it out"
-    if trainer.save_freq == -1 and not trainer.healing.memory:
-        yield f"{key} with {k.trainer.save_freq} and {k.trainer.healing.memory}: no state is kept; set save_freq=1 or more"
+    if config.num_rollout_ranks and trainer.nnodes > 1:
+        yield f"{key} with {k.rollout.placement} and {k.trainer.nnodes}: two roles heal on one machine only; leave it out"
+    if trainer.save_freq == -1 and (trainer.nnodes > 1 or not trainer.healing.memory):
+        kept = f" and {k.trainer.healing.memory}" if trainer.nnodes == 1 else ""
+        yield f"{key} with {k.trainer.save_freq}{kept}: no state is kept; set save_freq=1 or more"
 
 
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------

@@ -67,7 +67,7 @@ def device_problems(config: Config, world_size: int) -> Problems:
         yield f"{k.trainer.device}, but {NO_DEVICE}; set trainer.device=cpu or auto"
         return
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size if config.trainer.nnodes == 1 else 0))
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and config.trainer.nnodes == 1:
         ranks += config.trainer.healing.spares
     if ranks > count:
         yield (

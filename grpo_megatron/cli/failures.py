@@ -266,15 +266,18 @@ def last_place(output_dir: Path, rank: int) -> str:
     return ""
 
 
-def explain_failure(error: Any, folder: Path, place: Callable[[int], str] = lambda rank: "") -> Cause:
+def explain_failure(
+    error: Any, folder: Path, place: Callable[[int], str] = lambda rank: "", first_rank: int = 0
+) -> Cause:
     """Finds why the run has failed, after all ranks have ended.
 
     `error` is torch's ChildFailedError and `folder` its log folder. The earliest report that is no symptom is the
     reason; without one, it is a rank that has died without a report. `place(rank)`: what such a rank was doing.
+    `first_rank`: of this launcher.
     """
     from grpo_megatron.training.stopping import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TO_GROW
 
-    failures = error.failures
+    failures = {first_rank + rank: failure for rank, failure in error.failures.items()}
     for code in (EXIT_STOPPED, EXIT_INTERRUPTED, EXIT_TO_GROW):
         if any(failure.exitcode == code for failure in failures.values()):
             return Cause(code, "")

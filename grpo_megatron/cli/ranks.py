@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,7 +30,7 @@ from grpo_megatron.cli.failures import (
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
-from grpo_megatron.storage.files import MEMORY_FOLDER, folder_until_exit, private_folder, write_file
+from grpo_megatron.storage.files import EPOCH, MEMORY_FOLDER, folder_until_exit, private_folder, write_file
 
 if TYPE_CHECKING:
     from grpo_megatron.parallel.heartbeat import LauncherWatch
@@ -47,12 +47,39 @@ QUIET_TRACKER = "ignore::UserWarning:multiprocessing.resource_tracker"
 class Restart(NamedTuple):
     """How the ranks start: how many, with which settings beside those of the command line."""
 
-    world_size: int
+    world_size: int  # of this launcher
     settings: Sequence[str] = ()
     devices: list[int] | None = None  # of the machine, by rank; None: the first ones
     lost_at: float | None = None  # Unix time of the last sign of life of a rank that was lost; None: the first start
     grow_after: int | None = None  # steps, after which the ranks end for `heal` to start more of them
     ended_at: float = 0.0  # when all ranks had ended
+    world: Mapping[str, str] = {}  # variables of ranks that are some of several nodes (cli/nodes.py)
+    first_rank: int = 0
+
+
+class Healer:
+    """Decides how the ranks of this launcher start, and start again; this one: once. `code`: instead of the ranks' own."""
+
+    code: int | None = None
+
+    def first(self, world_size: int) -> Restart | None:
+        """Returns the first start; None: there is nothing to start."""
+        return Restart(world_size)
+
+    def watch(self, folder: Path) -> None:
+        """Takes the folder of the ranks that start now."""
+
+    def ended(self, cause: Cause) -> Cause:
+        """Takes why all ranks have ended; returns what is to be printed, and to be healed."""
+        return cause
+
+    def after(self, cause: Cause) -> Restart | None:
+        """Returns how the ranks start after all have ended; None: the run ends."""
+        return None
+
+    def request(self, name: str) -> bool:
+        """Takes the name of a signal that asks to stop. False: the ranks stop after their step."""
+        return False
 
 
 def is_on_cpu(device: str) -> bool:
@@ -99,7 +126,7 @@ def start_ranks(
     can_stop: bool = False,
     engine: str | None = "vllm",
     place: Callable[[int], str] = lambda rank: "",
-    heal: Callable[[Cause], Restart | None] = lambda cause: None,
+    healer: Healer | None = None,
     remembers: bool = False,
     watch: Callable[[int], LauncherWatch] | None = None,
 ) -> int:
@@ -107,9 +134,11 @@ def start_ranks(
 
     On CPU every forked rank calls `main(argv)`. With GPUs every rank is `python -m grpo_megatron` with `argv`. A signal
     ends the ranks; with `can_stop` the first SIGINT, SIGTERM or SIGUSR1 is passed on to them as a request to stop.
-    `heal` says after a failure how the ranks start again; None: not at all. `remembers`: they share a folder in memory.
-    `watch` builds the watch of the children of a process.
+    `healer` says how the ranks start; None: once. `remembers`: they share a folder in memory. `watch` builds the watch of
+    the children of a process.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
     from grpo_megatron.parallel.control import register_local_rendezvous
 
     register_local_rendezvous()
@@ -119,12 +148,14 @@ def start_ranks(
     if is_on_cpu(device):
         start_fork_server(engine)
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    requests = _Requests(can_stop)
-    restart, visible = Restart(world_size), os.environ.get("CUDA_VISIBLE_DEVICES")
+    healer = healer or Healer()
+    requests = _Requests(can_stop, healer.request)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     memory = private_folder(MEMORY_FOLDER) if remembers else contextlib.nullcontext(None)
     try:
         with memory as mirror:
-            while True:
+            cause, restart = Cause(0, ""), healer.first(world_size)
+            while restart is not None:
                 with private_folder() as folder:
                     requests.pass_on(folder)
                     write_file(
@@ -133,16 +164,16 @@ def start_ranks(
                     if restart.devices is not None and not is_on_cpu(device):
                         names = visible.split(",") if visible else range(MAX_DEVICES)
                         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(names[place]) for place in restart.devices)
+                    healer.watch(folder)
                     watched = None if watch is None else watch(_parent_of_ranks(device))
                     with watched or contextlib.nullcontext():
-                        cause = _run_ranks(
-                            main, restart.world_size, argv, device, folder, place, watched, can_stop=can_stop
-                        )
+                        ending = _run_ranks(main, restart, argv, device, folder, place, watched, can_stop=can_stop)
+                    cause = healer.ended(ending)
                 print_error(cause.text)
-                next_start = heal(cause) if cause.code else None
-                if next_start is None:
-                    return cause.code
-                restart = next_start
+                restart = healer.after(cause)
+            return cause.code if healer.code is None else healer.code
+    except SignalException as error:  # a second request, while no ranks run
+        return 128 + error.sigval
     finally:
         requests.close()
         logging.disable(logging.NOTSET)
@@ -151,7 +182,7 @@ def start_ranks(
 
 def _run_ranks(
     main: Callable[[list[str]], int],
-    world_size: int,
+    restart: Restart,
     argv: list[str],
     device: str,
     folder: Path,
@@ -168,7 +199,12 @@ def _run_ranks(
 
     from grpo_megatron.parallel.control import BACKEND
 
-    settings = {"nproc-per-node": world_size, "rdzv-backend": BACKEND, "rdzv-id": os.getpid(), "log-dir": folder}
+    settings = {
+        "nproc-per-node": restart.world_size,
+        "rdzv-backend": BACKEND,
+        "rdzv-id": os.getpid(),
+        "log-dir": folder,
+    }
     arguments = [f"--{name}={value}" for name, value in settings.items()]
     launch, program, options = config_from_args(parse_args([*arguments, "-m", "grpo_megatron", *argv]))
     launch.shutdown_timeout = SHUTDOWN_S
@@ -182,12 +218,12 @@ def _run_ranks(
             else:
                 elastic_launch(launch, program)(*options)
     except ChildFailedError as error:
-        cause = explain_failure(error, folder, place)
+        cause = explain_failure(error, folder, place, restart.first_rank)
         if watched is None or not watched.text:
             return cause
-        named = {rank for rank, failure in error.failures.items() if failure.pid in watched.ended}
+        named = {restart.first_rank + rank for rank, failure in error.failures.items() if failure.pid in watched.ended}
         ranks = tuple(sorted(named | {rank for rank in watched.ended.values() if rank is not None}))
-        ranks = () if len(ranks) == world_size else ranks  # no device is worse than another
+        ranks = () if len(ranks) == restart.world_size else ranks  # no device is worse than another
         return Cause(cause.code, f"error: {watched.text}\n", is_loss=True, ranks=ranks, is_final=False)
     except SignalException as error:
         ending = "interrupted" if error.sigval == signal.SIGINT else f"ended by {error.sigval.name}"
@@ -211,9 +247,10 @@ def announce_start(world_size: int, engine: str | None, *, checks: bool = False)
 class _Requests:
     """Handles the signals that ask the run to stop, in the launcher. A request outlasts the ranks that it was made to."""
 
-    def __init__(self, handles: bool) -> None:
+    def __init__(self, handles: bool, request: Callable[[str], bool]) -> None:
         from grpo_megatron.training.stopping import REQUESTS
 
+        self._request = request
         self._folder: Path | None = None  # of the ranks that run
         self._received: list[str] = []
         self._before = {number: signal.signal(number, self._handle) for number in REQUESTS} if handles else {}
@@ -221,7 +258,7 @@ class _Requests:
     def pass_on(self, folder: Path) -> None:
         """Passes requests on to the ranks of `folder`, from now on and those from before."""
         self._folder = folder
-        if self._received:
+        if self._received and not self._request(self._received[0]):
             write_file(folder / STOP_NAME, self._received[0])
 
     def _handle(self, number: int, frame: object) -> None:
@@ -231,19 +268,31 @@ class _Requests:
 
         name = signal.Signals(number).name
         self._received.append(name)  # first: the next signal may come while this one is handled
-        assert self._folder is not None, "pass_on was called"
         if len(self._received) == 1:
             os.write(2, ANNOUNCEMENT.format(name).encode())  # print could have been interrupted itself
+            if self._request(name) or self._folder is None:
+                return
             with contextlib.suppress(OSError):  # between two starts of the ranks: `pass_on` writes it
                 write_file(self._folder / STOP_NAME, name)
             return
-        with contextlib.suppress(OSError):
-            (self._folder / END_FILE).touch()
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                (self._folder / END_FILE).touch()
         raise SignalException(f"ended by {name}", signal.Signals(number))
 
     def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def join_world() -> None:
+    """Makes a rank of our launcher one of several nodes, where it is, before anything reads its number."""
+    if (folder := launcher_folder()) is None:
+        return
+    restart = json.loads((folder / RESTART_NAME).read_text())
+    if restart["world"]:
+        os.environ |= {**restart["world"], "RANK": str(restart["first_rank"] + int(os.environ["LOCAL_RANK"]))}
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)  # the store is rank 0's, as under srun
 
 
 def join_launcher() -> None:
@@ -253,7 +302,11 @@ def join_launcher() -> None:
 
     die_with_launcher()
     if (folder := launcher_folder()) is not None:
-        os.environ |= {STORE_FILE: str(folder / "store"), STOP_FILE: str(folder / STOP_NAME)}
+        if (folder / END_FILE).exists():  # the launcher cannot end a rank that it does not know yet
+            os._exit(1)
+        os.environ[STOP_FILE] = str(folder / STOP_NAME)
+        if EPOCH not in os.environ:
+            os.environ[STORE_FILE] = str(folder / "store")
         os.environ[RESTART_FILE] = str(folder / RESTART_NAME)
 
 

@@ -26,8 +26,8 @@ from grpo_megatron.cli.config_file import (
     reward_defaults,
     with_other_mistakes,
 )
-from grpo_megatron.cli.healing import build_healing
 from grpo_megatron.cli.main import PlanOptions, RunOptions, TrainRewardOptions
+from grpo_megatron.cli.nodes import build_healer, node_problem
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.problems import Problems, keys_of
 from grpo_megatron.imports import large_imports
@@ -96,25 +96,24 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if starts_ranks:
         from grpo_megatron.parallel.heartbeat import LauncherWatch
 
-        heal = build_healing(config, checked)
+        healer = build_healer(config, checked.models)
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
-        device = config.trainer.device
+        device, num_nodes = config.trainer.device, config.trainer.nnodes
         healing, stall_s = config.trainer.healing, config.trainer.stall_timeout_s
-        remembers = healing.is_on and healing.memory
+        remembers = healing.is_on and healing.memory and num_nodes == 1
         watch = None
         if stall_s is not None:
-            num_nodes = config.trainer.nnodes
             watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
         return ranks.start_ranks(
             main,
-            world_size,
+            config.trainer.n_gpus_per_node if num_nodes > 1 else world_size,
             argv,
             device,
             can_stop=True,
             engine=engine,
             place=place,
-            heal=heal,
+            healer=healer,
             remembers=remembers,
             watch=watch,
         )
@@ -189,7 +188,11 @@ def _problems_of_the_start(options: RunOptions, argv: list[str], config: Config,
         if problem := resolved_problem(options.resolved_config):
             yield problem
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
-    if _starts_ranks(options, config, world_size) and nodes > 1:
+    starts_ranks = _starts_ranks(options, config, world_size) and nodes > 1
+    if starts_ranks and config.trainer.healing.is_on:
+        if problem := node_problem(config):
+            yield f"{keys_of(config).trainer.nnodes} with {keys_of(config).trainer.healing.layouts}: {problem}"
+    elif starts_ranks:
         yield (
             f"{keys_of(config).trainer.nnodes}: one process cannot start ranks on other machines; on each of the {nodes}"
             f" start\n  torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint"

@@ -80,7 +80,9 @@ class HealingConfig(Section):
     memory: Annotated[bool, Needs(".layouts")] = True
     """keep the state after each step in the host's memory (/dev/shm), with room for two checkpoints"""
     spares: Annotated[int, Needs(".layouts")] = Field(0, ge=0, le=1024)
-    """devices of the machine beyond n_gpus_per_node, which replace lost ones"""
+    """devices of the machine beyond n_gpus_per_node, which replace lost ones; with nnodes above 1: nodes beyond nnodes"""
+    node_timeout_s: Annotated[Seconds, Needs(".layouts")] = 20.0
+    """a node without a sign of life for so long is lost; one that cannot read output_dir for half of it ends its ranks"""
 
     @property
     def is_on(self) -> bool:

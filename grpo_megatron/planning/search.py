@@ -174,12 +174,13 @@ def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> I
 
 
 def fallback_layout(
-    config: Config, models: RunModels, gpu: Gpu, most: int, refuses: Callable[[Config, int], object]
+    config: Config, models: RunModels, gpu: Gpu, most: int, refuses: Callable[[Config, int], object], unit: int = 1
 ) -> tuple[int, PlannedLayout] | None:
     """Returns the layout for at most `most` ranks, with its number of ranks: the fastest by the estimate; None: none fits.
 
     Of each number of ranks, down to half of `most`, it is the layout nearest to the config's, which may be the same keys:
     the engine's memory, micro-batches and switches stay as they were. `refuses(config, ranks)`: further rules.
+    `unit`: ranks of a node, which are used or left out together.
     """
     now, work, sampling = Layout.of(config), Workload.of(config, models), config.num_rollout_ranks
     if sampling:  # ranks that sample are given up first, down to one engine, then ranks that train
@@ -187,7 +188,7 @@ def fallback_layout(
         sampling = max(engine, (most - training) // engine * engine)
         config, most = config.with_values({"rollout.num_ranks": sampling}), most - sampling
     found = []
-    for ranks in range(most, most // 2, -1):
+    for ranks in range(most, most // 2, -unit):
         machine = PlannedMachine(gpu, ranks, min(config.trainer.n_gpus_per_node, ranks))
         candidates = sorted(_candidates(config, models, machine), key=lambda layout: layout.distance(now))
         for layout in candidates[:LARGEST_SEARCH]:

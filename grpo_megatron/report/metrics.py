@@ -27,7 +27,7 @@ import numpy as np
 from grpo_megatron.report.kit import appended_step, render_report
 from grpo_megatron.report.run_folder import KeptSamples, RunFolder, read_metrics
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.files import write_file
+from grpo_megatron.storage.files import check_epoch, write_file
 from grpo_megatron.storage.run_files import add_event, read_events
 from grpo_megatron.types import GroupTable
 
@@ -414,6 +414,7 @@ class JsonlSink(Sink):
 
     def append(self, step: int, row: Mapping[str, Any]) -> None:
         """Adds a line, which is on the disk afterwards. Raises StorageError."""
+        check_epoch()
         try:
             self._file.write(json.dumps({"step": step, **row}) + "\n")
             self._file.flush()

@@ -6,6 +6,8 @@ They are written under a hidden name beside their target, synced to the disk, an
     folder  .NAME.partial            the same; the next writer of the same target replaces it
             .NAME.replaced           the target's old content, between the two renames of a replacement
             .NAME.removed            a folder that is being deleted
+
+Where healing has started the ranks on several nodes, they belong to an epoch (cli/nodes.py), and write only in the newest.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
@@ -37,8 +40,31 @@ from grpo_megatron.untrusted import ReadError, check_regular, read_json, read_te
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 
 
+EPOCH = "GRPO_MEGATRON_EPOCH"  # set for ranks of an epoch: the path of its file
+EPOCH_NAME = re.compile(r"epoch_(\d{6})\.json")
+
+
+def newest_epoch(folder: Path) -> int:
+    """Returns the number of the newest epoch in a folder; 0: none. The list of an opened folder is never a cached one (NFS)."""
+    with contextlib.suppress(FileNotFoundError):
+        return max((int(match[1]) for name in os.listdir(folder) if (match := EPOCH_NAME.fullmatch(name))), default=0)
+    return 0
+
+
+def check_epoch() -> None:
+    """Raises StorageError in a rank of an older epoch than the newest: others have gone on without it."""
+    if (file := os.environ.get(EPOCH)) and file != str(newest := epoch_file(Path(file).parent)):
+        raise StorageError(f"{newest} has replaced the epoch of this rank, which writes nothing any more")
+
+
+def epoch_file(folder: Path, number: int | None = None) -> Path:
+    """Names the file of an epoch; None: of the newest."""
+    return folder / f"epoch_{newest_epoch(folder) if number is None else number:06d}.json"
+
+
 def write_file(path: Path, content: str | Iterable[str]) -> None:
     """Write or replace a text file (UTF-8) in an existing folder. Raises OSError; an old file then stays as it was."""
+    check_epoch()
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{PARTIAL}")
     try:
         with partial.open("x", encoding="utf-8") as file:
@@ -53,8 +79,12 @@ def write_file(path: Path, content: str | Iterable[str]) -> None:
 
 
 def partial_of(target: Path) -> Path:
-    """Name the folder that is written before it becomes `target`."""
-    return target.with_name(f".{target.name}{PARTIAL}")
+    """Name the folder that is written before it becomes `target`.
+
+    That of an older epoch is removed at the start of a newer one: then no rank of the older one can rename it any more.
+    """
+    epoch = Path(os.environ.get(EPOCH, "")).stem
+    return target.with_name(f".{target.name}{epoch and f'.{epoch}'}{PARTIAL}")
 
 
 def is_partial(folder: Path) -> bool:
@@ -86,12 +116,13 @@ def new_folder(target: Path) -> Iterator[Path]:
 def publish_folder(partial: Path, target: Path) -> None:
     """Rename the complete folder `partial` to `target` in the same parent folder, in place of an existing one.
 
-    A kill between the two renames of a replacement leaves no target, but both folders. Raises OSError.
+    A kill between the two renames of a replacement leaves no target, but both folders. Raises OSError, StorageError.
     """
     for path in partial.rglob("*"):
         sync_path(path)
     sync_path(partial)
     old = target.with_name(f".{target.name}{REPLACED}")
+    check_epoch()
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
@@ -136,10 +167,10 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Take the lock (flock) of an open file. False while another process has it. Raises OSError for other reasons."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
@@ -348,7 +379,7 @@ class FolderLock:
 
     def _take(self, deadline: float) -> None:
         try:
-            while not try_lock(self._descriptor):
+            while not try_lock(self._descriptor, shared=EPOCH in os.environ):  # with a stopped rank of an older epoch
                 holder = _signature(self.path)
                 if not _is_of_this_job(holder) or time.monotonic() > deadline:
                     who = holder or "another process"

@@ -131,7 +131,7 @@ def read_restart() -> dict[str, Any]:
 
 
 HEARTBEAT, OUTCOME = "heartbeat", "outcome.json"
-GROWTH = "devices that were lost before"  # they are tried again: our launcher starts the ranks with them
+GROWTH = "other devices"  # more of them, or without nodes that leave: our launcher starts the ranks again
 REASONS = ("", GROWTH, "SIGUSR1", "SIGTERM", "SIGINT", "the stop file", "the time limit", "reward.budget")
 
 
@@ -239,9 +239,8 @@ class Stopping:
                 return REASONS.index("reward.budget")
             if config.stop_file is not None and config.stop_file.exists():
                 return REASONS.index("the stop file")
-        if self._steps_until_growth == 0 and not requested():
-            return REASONS.index(GROWTH)
-        return REASONS.index(requested())
+        request = requested() or (GROWTH if self._steps_until_growth == 0 else "")
+        return REASONS.index("" if request == GROWTH and steps_done >= config.total_training_steps else request)
 
     def _spending(self) -> dict[str, float]:
         return {} if self._ledger is None else spent(self._ledger)[0]

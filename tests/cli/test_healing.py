@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ SIZES = {
 class Planned:
     """Layouts of a run of four ranks: for 2 of 3 or 2 that are left, none for one."""
 
-    world_size = 4
+    world_size, unit, has_nodes = 4, 1, False
 
     def restart(self, num_devices: int) -> Restart | None:
         return {0: None, 1: None, 2: Restart(2), 3: Restart(2)}.get(num_devices, Restart(4))
@@ -115,10 +116,12 @@ def test_many_losses_without_a_step_and_errors_with_a_remedy_end_the_run(heal: C
 
 
 def test_what_healing_cannot_do_is_refused() -> None:
-    settings = {"nnodes": 2, "save_freq": -1, "healing": {"layouts": "auto", "memory": False}}
-    problems = list(healing_problems(Config.model_validate({"model": {"path": "m"}, "trainer": settings})))
+    settings = {"nnodes": 2, "save_freq": -1, "healing": {"layouts": "auto"}}
+    rollout = {"placement": "separate", "num_nodes": 1}
+    raw = {"model": {"path": "m"}, "trainer": settings, "rollout": rollout}
+    problems = list(healing_problems(Config.model_validate(raw)))
     assert len(problems) == 2
-    for problem, key in zip(problems, ("trainer.nnodes=2", "save_freq=-1"), strict=True):
+    for problem, key in zip(problems, ("rollout.placement=separate", "save_freq=-1"), strict=True):
         assert key in Problem.of(problem).text
 
 
@@ -163,6 +166,13 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
     )
     assert fallbacks.restart(2) == Restart(2, [RESUME]) and fallbacks.restart(0) is None
     assert any("1 train" in text and "tensor_model_parallel_size=1" in text for _, text in fallbacks.lines())
+    nodes = Fallbacks(
+        config.with_values({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}), read_models(config), GPUS[REFERENCE]
+    )
+    assert nodes.restart(1) == Restart(1, [RESUME, "trainer.nnodes=1", "actor.megatron.tensor_model_parallel_size=1"])
+    (seconds,) = (text for name, text in nodes.lines() if not name)
+    whole, parts = re.findall(r"first sample (\d+) s \(estimated\): (.*)", seconds)[0]
+    assert float(whole) == round(sum(map(float, re.findall(r"(?:^|, )([\d.e-]+) ", parts)))) == 32, parts
     none = config.with_values({"trainer.healing.layouts": "same"})
     assert Fallbacks(none, read_models(none), GPUS[REFERENCE]).restart(1) is None
 

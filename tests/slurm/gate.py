@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -9,8 +10,11 @@ from tests.e2e.rewards import length_reward
 
 
 def gated_reward(completion: str, answer: str, heartbeat: str, allowed: str) -> float:
-    """`length_reward`, once the number of steps in the file `heartbeat` is below the number in the file `allowed`."""
-    while _number(heartbeat) >= _number(allowed):
+    """`length_reward`, once the number of steps in the file `heartbeat` is below the number in the file `allowed`.
+
+    In the checks of a launcher that joins a run, which has no RANK: at once.
+    """
+    while "RANK" in os.environ and _number(heartbeat) >= _number(allowed):
         time.sleep(0.05)
     return length_reward(completion, answer)
 

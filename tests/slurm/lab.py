@@ -146,6 +146,10 @@ class Lab:
     def start_node(self, node: str) -> None:
         self._inside(node, "slurmd", "-c", "-N", node)
 
+    def link(self, node: str, state: str) -> None:
+        """Sets the node's connection to all others "up" or "down"; files are still shared."""
+        self._inside(CTL, "ip", "link", "set", f"v-{node}", state)
+
     def _write(self) -> None:
         for name in ("run", "log", "state", "spool", "munge", "dev", *(f"spool/{node}" for node in self.nodes)):
             (self.folder / name).mkdir(parents=True, mode=0o700 if name == "state" else 0o755)

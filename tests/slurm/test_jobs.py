@@ -6,9 +6,12 @@ of one attempt take tens of CPU seconds, so one job goes through all interruptio
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ import pytest
 import yaml
 
 from tests import worlds
+from tests.cli.test_healing import exact_run, root  # noqa: F401 - a fixture
+from tests.cli.test_nodes import same_as_undisturbed
 from tests.e2e import run_ranks
 from tests.slurm.lab import HANG_S, Lab
 from tests.soak.soak import make_workspace
@@ -236,6 +241,78 @@ def test_four_nodes_tensor_and_pipeline_parallel(lab: Lab, workspace: Path, tmp_
     assert "SLURM_JOB_ID" in (attempt / "environment.txt").read_text()
     assert (attempt / "git.txt").exists() and (attempt / "end").read_text() == "done 0\n"
     assert "s/step" in (attempt / "train.log").read_text()
+
+
+def processes_of(node: str, job: str) -> list[int]:
+    """The processes of a job on a node but for Slurm's and the script that starts the launcher."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            variables = (path / "environ").read_text().split("\0")
+            is_script = "slurm/as_rank.sh" in (path / "cmdline").read_text()
+            if {f"SLURMD_NODENAME={node}", f"SLURM_JOB_ID={job}"} <= set(variables) and not is_script:
+                found.append(int(path.name))
+    return found
+
+
+def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:  # noqa: F811
+    """Launcher and rank of a node are killed, then the node is cut from the network, then Slurm loses it: one attempt.
+
+    After each loss the other node goes on alone. After the first two the node is taken back at the next step.
+    """
+    out = tmp_path / "run"
+    raw = exact_run(root, out, 1, save_freq=1, healing={"layouts": "auto", "node_timeout_s": 12.0})
+    raw["trainer"]["total_training_steps"] = 10
+    kwargs = {"heartbeat": str(out / "heartbeat"), "allowed": str(tmp_path / "allowed")}
+    raw["reward"] = {"function": "tests.slurm.gate:gated_reward", "kwargs": kwargs, "timeout_s": HANG_S}
+    run = Run(lab, tmp_path, raw, nodes=2, second=["--no-kill"], HEALING="1")
+
+    def members() -> list[int]:
+        epochs = sorted((out / "healing").glob("epoch_*.json"))
+        return json.loads(epochs[-1].read_text())["nodes"] if epochs else []  # type: ignore[no-any-return]
+
+    def goes_on(steps: int, nodes: list[int]) -> None:
+        run.allow(steps)
+        run.after(steps)
+        lab.until(lambda: members() == nodes)
+
+    goes_on(2, [0, 1])
+    second = lab.nodes_of(run.job)[1]
+    for pid in processes_of(second, run.job):
+        os.kill(pid, signal.SIGKILL)
+    lab.until(lambda: members() == [0])
+    began = len(list((out / "healing").glob("epoch_*")))
+    goes_on(3, [0])
+    lab.until(lambda: (out / "healing/node_00001.json").stat().st_mtime > time.time() - 2)  # it is there again
+    time.sleep(5)
+    goes_on(4, [0, 1])
+    assert len(list((out / "healing").glob("epoch_*"))) == began + 1
+
+    lab.link(second, "down")
+    try:
+        run.allow(5)
+        lab.until(lambda: members() == [0])
+        goes_on(6, [0])
+    finally:
+        lab.link(second, "up")
+    time.sleep(20)  # the first node asks again after node_timeout_s
+    goes_on(7, [0, 1])
+
+    os.kill(int((lab.folder / f"run/slurmd.{second}.pid").read_text()), signal.SIGKILL)
+    for pid in processes_of(second, run.job):
+        os.kill(pid, signal.SIGKILL)
+    lab.slurm("scontrol", "update", f"nodename={second}", "state=down", "reason=test")
+    try:
+        lab.until(lambda: members() == [0])
+        run.allow(10)
+        run.end()
+    finally:
+        lab.start_node(second)
+        lab.slurm("scontrol", "update", f"nodename={second}", "state=resume")
+    assert lab.job(run.job)["Restarts"] == "0" and not processes_of(second, run.job)
+    kwargs["allowed"] = str(tmp_path / "all")
+    (tmp_path / "all").write_text("99")
+    same_as_undisturbed(tmp_path, raw)
 
 
 # -- the life of a job, with a stand-in for the program -----------------------------------------------------------------

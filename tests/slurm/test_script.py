@@ -360,6 +360,7 @@ def test_every_node_meets_its_neighbours_once(preflight: ModuleType) -> None:
         (("examples/quickstart.yaml",), {"REPO": "/"}, "submit from the project's root"),
         (("trainer.save_freq=5",), {"MODEL": "/nowhere"}, "no model /nowhere; set MODEL, or give a config"),
         (("trainer.save_freq=5", "model.path=/away"), {}, "no model /away"),
+        (("examples/quickstart.yaml",), {"HEALING": "1", "SPARES": "9"}, "leave none to train"),
     ],
 )
 def test_mistakes_are_named(job: Job, arguments: tuple[str, ...], variables: dict[str, str], words: str) -> None:
@@ -381,6 +382,12 @@ def test_dry_run_shows_the_plan_and_every_command(job: Job) -> None:
     assert "trainer.nnodes=8 trainer.n_gpus_per_node=8" in train and "--kill-on-bad-exit=1" in train
     assert job.calls.read_text() == "" and set(ROOT.iterdir()) == before
 
+    healing = job.run("examples/qwen2_72b.yaml", **variables, HEALING="1", SPARES="1")[1]
+    train = re.findall(r"^ srun .*", healing, re.MULTILINE)[1]
+    assert "--nodes=8" in train and "--ntasks=8 --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0" in train
+    assert "slurm/as_rank.sh --node" in train and "--kill-on-bad-exit=1" not in train and "--ntasks=64" not in train
+    assert "trainer.healing.layouts=auto trainer.healing.spares=1" in train and "trainer.nnodes=7" in train
+    assert "--world-size 56" in healing
     pyxis = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sqsh", CONTAINER_MOUNTS="/a:/a")[1]
     assert pyxis.count("--container-image=/i.sqsh --container-mounts=/a:/a --container-workdir=") == 2
     apptainer = job.run("examples/qwen2_72b.yaml", **variables, CONTAINER="/i.sif", CONTAINER_RUNTIME="apptainer")[1]
