@@ -176,7 +176,9 @@ class Healing(Healer):
             return f"{self.num_failures} failures without a finished step in between"
         return ""
 
-    def _news(self, cause: Cause, restart: Restart, ranks_before: int, lost: Sequence[int]) -> tuple[str, dict[str, str]]:
+    def _news(
+        self, cause: Cause, restart: Restart, ranks_before: int, lost: Sequence[int]
+    ) -> tuple[str, dict[str, str]]:
         unit, names = ("node", lost) if self.fallbacks.has_nodes else ("rank", cause.ranks)
         who = f"lost {unit} {', '.join(map(str, names))}" if names else "failed"
         layout = " ".join(restart.settings[2:]) or "in the layout of the config"

@@ -66,7 +66,7 @@ def build_healer(config: Config, models: RunModels) -> Healer:
 
 
 class Launcher(NamedTuple):
-    """What a launcher has written, as another one sees it."""
+    """The state that a launcher has written, as another one sees it."""
 
     id: str  # of the process: one that is started again is another launcher
     beat: int
