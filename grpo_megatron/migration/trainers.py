@@ -55,7 +55,11 @@ class Rule:
         if self.convert is not None:
             return self.convert(value, settings)
         if self.note:
-            if self.ours in ("data.train_files", "data.val_files") and isinstance(value, str) and DATA_FILE.search(value):
+            if (
+                self.ours in ("data.train_files", "data.val_files")
+                and isinstance(value, str)
+                and DATA_FILE.search(value)
+            ):
                 return {self.ours: [value]}  # what the note says is of a data set of the Hub
             return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
         if value is None and self.cases:

@@ -520,9 +520,9 @@ def test_a_token_is_not_written_and_its_tracker_is_on(
 
 
 def test_a_file_of_rows_is_taken_and_a_set_of_the_hub_is_described(tmp_path: Path) -> None:
-    for given, found in {"rows.jsonl": "rows.jsonl", "OpenRLHF/prompts": "CHANGE_ME"}.items():
-        _, text = imported("openrlhf", f"{OLD_OPENRLHF} --prompt_data {given}", ".sh", tmp_path)
-        assert f'train_files: {found}' in text.replace("[", "").replace('"', ""), text
+    for name, found in {"rows.jsonl": "rows.jsonl", "OpenRLHF/prompts": "CHANGE_ME"}.items():
+        _, text = imported("openrlhf", f"{OLD_OPENRLHF} --prompt_data {name}", ".sh", tmp_path)
+        assert f"train_files: {found}" in text.replace("[", "").replace('"', ""), text
         (tmp_path / "ours.yaml").unlink()
 
 
