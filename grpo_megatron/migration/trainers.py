@@ -128,7 +128,12 @@ class OtherTrainer:
             if name in known or any(name.startswith(f"{parent}.") for parent in free):
                 return Rule(name)
         above = (key[: end.start()] for end in reversed(list(re.finditer("[.-]", key))))
-        return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
+        for rule, rest in ((self.rules[name], key[len(name) :]) for name in above if name in self.rules):
+            if rule.ours in known and isinstance(known[rule.ours].default, dict) and rest.startswith("."):
+                return Rule(rule.ours + rest)  # a key of a table that is free here, too
+            if rule.note:
+                return rule
+        return None
 
 
 def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]) -> dict[str, tuple[str, Convert]]:
