@@ -638,10 +638,9 @@ def rollout_file_problems(config: Config) -> Problems:
     if folder.resolve() == trainer.output_dir.resolve():
         yield f"{key} is {k.trainer.output_dir:key}; set a folder in it, such as {str(trainer.output_dir / 'rollouts')!r}"
     data = config.data
-    for path in (*data.train_files, *data.val_files, *(one for s in data.sources for one in (*s.files, *s.val_files))):
-        if path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent:
-            yield f"{key} is the folder of {str(path)!r}; a pattern of data files would read the rollouts; set another one"
-            break
+    rows = (*data.train_files, *data.val_files, *(one for s in data.sources for one in (*s.files, *s.val_files)))
+    if beside := [str(path) for path in rows if path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent]:
+        yield f"{key} is the folder of {beside[0]!r}; a pattern of data files would read the rollouts; set another one"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     is_kept = trainer.resume_mode == "disable"
     if not existing.is_dir():
