@@ -98,9 +98,10 @@ def suspicions(config: Config) -> Iterator[str]:
     if val.top_p < 1 and val.temperature == 0:
         yield f"rollout.val_kwargs.top_p={val.top_p:g} has no effect with temperature=0, which takes the likeliest token"
     actor, total = config.actor, config.trainer.total_training_steps
+    is_known = config.trainer.total_epochs is None or "total_training_steps" in config.trainer.model_fields_set
     for key in ("save_freq", "test_freq"):
         every, default = getattr(config.trainer, key), type(config.trainer).model_fields[key].default
-        if every > total and every != default and config.trainer.total_epochs is None:
+        if every > total and every != default and is_known:
             before = key == "test_freq" and config.trainer.val_before_train
             when = "the start and the end" if before else "the end"
             yield f"trainer.{key}={every} is beyond trainer.total_training_steps={total}: only at {when}"
@@ -645,8 +646,10 @@ def rollout_file_problems(config: Config) -> Problems:
         yield f"{key}: {k.algorithm.source} generates no responses, which could be written there; leave it out"
     if folder.resolve() == trainer.output_dir.resolve():
         yield f"{key} is {k.trainer.output_dir:key}; set a folder in it, such as {str(trainer.output_dir / 'rollouts')!r}"
-    if any(path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent for path in config.data.train_files):
-        yield f"{key} is the folder of {k.data.train_files:key}, whose patterns would read the rollouts; set another one"
+    data = config.data
+    rows = (*data.train_files, *data.val_files, *(one for s in data.sources for one in (*s.files, *s.val_files)))
+    if beside := [str(path) for path in rows if path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent]:
+        yield f"{key} is the folder of {beside[0]!r}; a pattern of data files would read the rollouts; set another one"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     is_kept = trainer.resume_mode == "disable"
     if not existing.is_dir():

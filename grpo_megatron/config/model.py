@@ -110,9 +110,8 @@ class LoraConfig(Section):
             settings = dict(read_json(file))
         except (OSError, ValueError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise _wrong_path(
-                raw["path"], f"without rank, {str(file)!r} is read: {reason}; name a PEFT folder"
-            ) from None
+            text = f"without rank, {str(file)!r} is read: {reason}; name a PEFT folder"
+            raise _wrong_path(raw["path"], text) from None
         if not isinstance(rank := settings.get("r", PEFT_DEFAULT), int):
             text = f"{str(file)!r} has r={shown(rank)}, which is no integer; correct it, or set another path"
             raise _wrong_path(raw["path"], text)

@@ -55,12 +55,8 @@ class Rule:
         if self.convert is not None:
             return self.convert(value, settings)
         if self.note:
-            if (
-                self.ours in ("data.train_files", "data.val_files")
-                and isinstance(value, str)
-                and DATA_FILE.search(value)
-            ):
-                return {self.ours: [value]}  # what the note says is of a data set of the Hub
+            if str(self.ours).endswith("_files") and re.search("[.](jsonl?|parquet|csv)$", str(value)):
+                return {str(self.ours): [value]}  # what the note says is of a data set of the Hub
             return NotNeeded(self.note) if self.table == "none" else self.note if value not in OFF else {}
         if value is None and self.cases:
             return {}
@@ -128,7 +124,13 @@ class OtherTrainer:
             if name in known or any(name.startswith(f"{parent}.") for parent in free):
                 return Rule(name)
         above = (key[: end.start()] for end in reversed(list(re.finditer("[.-]", key))))
-        return next((self.rules[name] for name in above if name in self.rules and self.rules[name].note), None)
+        for rule, rest in ((self.rules[name], key[len(name) :]) for name in above if name in self.rules):
+            ours = str(rule.ours)
+            if ours in known and isinstance(known[ours].default, dict) and rest.startswith("."):
+                return Rule(ours + rest)  # a key of a table that is free here, too
+            if rule.note:
+                return rule
+        return None
 
 
 def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]) -> dict[str, tuple[str, Convert]]:
@@ -175,7 +177,6 @@ NAMES_A_MODEL = (
     "model",
     "model.name",
 )
-DATA_FILE = re.compile(r"\.(jsonl?|parquet|csv|arrow)$")
 TOWER = ("actor.vision.freeze_tower", "actor.vision.freeze_merger")
 READS_IMAGES = re.compile(r"vl(?![a-z])", re.IGNORECASE)  # in the names of these models
 

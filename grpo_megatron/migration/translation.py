@@ -462,8 +462,7 @@ def import_config(options: ImportOptions) -> int:
     result = translate(settings, OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
     is_shown = output is None and sys.stdout.isatty()  # the terminal shows them as comments
-    secrets = [note for note in result.notes if note[1] == SECRET]  # no change of the run, but to be done before it
-    for written, warning in () if is_shown else [*result.warnings, *secrets]:
+    for written, warning in () if is_shown else [*result.warnings, *(n for n in result.notes if n[1] == SECRET)]:
         print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
         print(visible(text), end="")

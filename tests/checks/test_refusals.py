@@ -30,7 +30,13 @@ from grpo_megatron.checks.components import (
     reward_name_problems,
 )
 from grpo_megatron.checks.layout import batch_problems, placement_problems
-from grpo_megatron.checks.methods import method_problems, schedule_problems, sharing_problems, suspicions
+from grpo_megatron.checks.methods import (
+    method_problems,
+    rollout_file_problems,
+    schedule_problems,
+    sharing_problems,
+    suspicions,
+)
 from grpo_megatron.checks.models import ModelFolders, beside_problems, score_head_problems, trains_scores
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config, ConfigError
@@ -374,6 +380,15 @@ def test_an_environment_is_made_once_before_the_run(tmp_path: Path) -> None:
         check_environment(config_of(tmp_path, "PLAYS=OWN:Game"), Tokenizer())
 
 
+def test_rollouts_are_not_written_beside_the_rows_of_the_run(tmp_path: Path) -> None:
+    source = "[{name: a, files: [d/t.jsonl], weight: 1}]"
+    for rows in ("data.train_files=[d/t.jsonl]", "data.val_files=[d/t.jsonl]", f"'data.sources={source}'"):
+        config = config_of(tmp_path, f"{rows} trainer.rollout_data_dir=d")
+        assert "trainer.rollout_data_dir='d' is the folder of 'd/t.jsonl'" in " ".join(
+            texts(rollout_file_problems(config))
+        )
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -396,6 +411,10 @@ def test_coefficients_of_zero_and_keys_of_the_users_own_functions_are_no_mistake
         ("rollout.val_kwargs.top_p=0.9", "rollout.val_kwargs.top_p=0.9 has no effect with temperature=0"),
         ("data.chat_template=t.jinja data.apply_chat_template=false", "'t.jinja' is not applied to prompts"),
         ("trainer.save_freq=200", "trainer.save_freq=200 is beyond trainer.total_training_steps=100"),
+        (
+            "trainer.test_freq=200 trainer.total_epochs=1 trainer.total_training_steps=7",
+            "trainer.test_freq=200 is beyond trainer.total_training_steps=7",
+        ),
         ("actor.entropy_coeff=-0.1", "actor.entropy_coeff=-0.1 lowers the entropy"),
         ("actor.clip_ratio_low=0 actor.clip_ratio_high=0", "clip every ratio but 1"),
         ("data.train_files=[t.jsonl] data.val_files=[t.jsonl]", "t.jsonl, which is validated on, is trained on, too"),

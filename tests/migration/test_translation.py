@@ -520,10 +520,29 @@ def test_a_token_is_not_written_and_its_tracker_is_on(
 
 
 def test_a_file_of_rows_is_taken_and_a_set_of_the_hub_is_described(tmp_path: Path) -> None:
-    for named, found in {"rows.jsonl": "rows.jsonl", "OpenRLHF/prompts": "CHANGE_ME"}.items():
-        _, text = imported("openrlhf", f"{OLD_OPENRLHF} --prompt_data {named}", ".sh", tmp_path)
+    for name, found in {"rows.jsonl": "rows.jsonl", "OpenRLHF/prompts": "CHANGE_ME"}.items():
+        _, text = imported("openrlhf", f"{OLD_OPENRLHF} --prompt_data {name}", ".sh", tmp_path)
         assert f"train_files: {found}" in text.replace("[", "").replace('"', ""), text
         (tmp_path / "ours.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "suffix", "text"),
+    [
+        ("verl", ".sh", "python3 -m verl.trainer.main_ppo +data.apply_chat_template_kwargs.enable_thinking=False"),
+        (
+            "slime",
+            ".sh",
+            """python3 train.py --num-rollout 9 --apply-chat-template-kwargs '{"enable_thinking":false}'""",
+        ),
+        ("trl", ".py", "args = GRPOConfig(num_generations=8, chat_template_kwargs={'enable_thinking': False})\n"),
+        ("nemo-rl", ".yaml", "policy: {tokenizer: {chat_template_kwargs: {enable_thinking: false}}}\n"),
+    ],
+)
+def test_thinking_that_is_off_stays_off(trainer: str, suffix: str, text: str, tmp_path: Path) -> None:
+    """radixark/miles issue 330: the value is false, which elsewhere means that a key asks for nothing."""
+    config, _ = imported(trainer, text, suffix, tmp_path)
+    assert config.data.chat_template_kwargs == {"enable_thinking": False}
 
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
