@@ -22,7 +22,7 @@ from grpo_megatron.cli import serve_training as serve
 from grpo_megatron.service import server as server_module
 from grpo_megatron.service.slots import Slots
 from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body
-from tests.service.test_work import build
+from tests.service.test_work import LAYOUTS, build
 from tests.worlds import ranks
 
 
@@ -31,8 +31,11 @@ class Killed(Exception):
 
 
 def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: list[int], *overrides: str) -> Any:
-    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again."""
-    work = build(config, out, [*LORA, "service.snapshot_steps=2", *overrides])
+    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again.
+
+    A kill takes the states of all ranks. None on the ranks after the first.
+    """
+    work = build(config, out, ["service.snapshot_steps=2", *overrides])
     server_module.POLL_S = 0.3  # an answer of a killed server, whose connection stays open here, is not waited for
     found: dict[str, Any] = {}
     client = RawClient("http://127.0.0.1:1", "")
@@ -46,6 +49,11 @@ def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: lis
 
     thread = threading.Thread(target=run, daemon=True)
     for kill in [*kills, None]:
+        if work.mesh.rank:
+            serve.run_commands(work, None)
+            if kill is not None:
+                forget(work)
+            continue
         server = serve.start_server(work.config, _Checked())
         client.token = (work.config.service.tokens or out / "service" / "token").read_text().split()[0]
         client.url = (out / "service" / "url").read_text().strip()
@@ -64,17 +72,24 @@ def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: lis
             break
         except Killed:
             client.url = "http://127.0.0.1:1"
-            work._sleep()
-            work._saved.clear()
-            first, work.slots = work.slots.first, Slots(work.policy)
-            work.slots.first = first
+            work.mesh.broadcast((None, True))  # the other ranks leave their loop
+            forget(work)
             server.loop.call_soon_threadsafe(server.loop.stop)
-    thread.join()
+    if thread.ident:
+        thread.join()
     work.close()
     destroy_model_parallel()
     if "error" in found:
         raise found["error"]
-    return found["result"]
+    return found.get("result")
+
+
+def forget(work: Any) -> None:
+    """Leave this rank with what a new process has."""
+    work._sleep()
+    work._saved.clear()
+    first, work.slots = work.slots.first, Slots(work.policy)
+    work.slots.first = first
 
 
 class _Checked:
@@ -83,10 +98,13 @@ class _Checked:
 
 
 @ranks()
-def killed(config: Path) -> list[Any]:
+def killed(config: Path, rank: int, overrides: list[str]) -> list[Any]:
     """A loop without a kill; and with kills."""
-    alone = served(config, config.parent / "alone", lambda client: loop(client, 5), [])
-    return [alone, served(config, config.parent / "killed", lambda client: loop(client, 5), [3, 9, 4])]
+    folder = config.parent / f"killed-{len(overrides)}-{rank}"
+    return [
+        served(config, folder / str(len(kills)), lambda client: loop(client, 5, rank=rank), kills, *overrides)
+        for kills in ([], [3, 9, 4])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +115,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @ranks()
 def attacked(config: Path, seed: int) -> list[Any]:
     """The loop alone; the loop beside the hostile requests, and what they were answered."""
-    alone = served(config, config.parent / f"alone-{seed}", lambda client: loop(client, 3), [])
+    alone = served(config, config.parent / f"alone-{seed}", lambda client: loop(client, 3), [], *LORA)
     other = "tml-another-client-of-this-server"
     out = config.parent / f"attacked-{seed}"
     (config.parent / "tokens").write_text(f"tml-0123456789abcdefghij\n{other}\n")
@@ -110,7 +128,7 @@ def attacked(config: Path, seed: int) -> list[Any]:
         enemy.join()
         return found, answers, loop(client, 3)
 
-    overrides = [f"service.tokens={config.parent / 'tokens'}", "service.max_body_megabytes=1"]
+    overrides = [*LORA, f"service.tokens={config.parent / 'tokens'}", "service.max_body_megabytes=1"]
     return [alone, served(config, out, play, [], *overrides)]
 
 
@@ -246,7 +264,12 @@ def test_hostile_requests_leave_the_server_and_the_others_as_they_are(config: Pa
         )
 
 
-def test_a_killed_server_goes_on_bit_for_bit(config: Path) -> None:
-    [[alone, killed_thrice]] = killed(1, config=config)
+@pytest.mark.parametrize(
+    ("world", "rank", "overrides"),
+    [(1, 3, LORA), (2, 3, [*LORA, *LAYOUTS["TP2"][1]]), (2, 0, LAYOUTS["PP2"][1])],
+    ids=["LoRA", "LoRA TP2", "PP2"],
+)
+def test_a_killed_server_goes_on_bit_for_bit(config: Path, world: int, rank: int, overrides: list[str]) -> None:
+    [[alone, killed_thrice], *_] = killed(world, config=config, rank=rank, overrides=overrides)
     assert len(alone) == 25 and len({json.dumps(one) for one in alone}) > 20
     assert killed_thrice == alone
