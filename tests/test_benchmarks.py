@@ -128,6 +128,7 @@ update --workload 0.4M --repeats 1
 transformers --workload 0.4M --repeats 1
 exact --workload 0.4M --repeats 1
 distill --workload 0.4M --repeats 1
+service --workload 0.4M --repeats 1
 """
 
 

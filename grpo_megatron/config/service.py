@@ -28,6 +28,7 @@ class ServiceConfig(Section):
     max_body_megabytes: Count = 64
     """MiB of a request"""
     snapshot_steps: Count = 10
-    """optimizer steps of a model between two snapshots, from which a restart computes its later requests again"""
+    """least optimizer steps of a model between two snapshots, from which a restart computes its later requests again; more where
+    snapshots would take over 5 % of its time"""
     session_timeout_s: Seconds = 600.0
     """without a sign of life for so long, a session is over, and its models leave the memory"""

@@ -189,7 +189,7 @@ class HttpServer:
 
     def _remove(self, read: Any, owner: str, _: bytes) -> None:
         self.server.checkpoint(f"tinker://{read['id']}/{read['kind']}/{read['name']}", owner, tuple(CHECKPOINT_KINDS))
-        self.server.store.remove_checkpoint(read["id"], f"{read['kind']}/{read['name']}")
+        self.server.remove_checkpoint(read["id"], f"{read['kind']}/{read['name']}")
 
 
 async def _no_path(request: Request, _: Exception) -> Response:

@@ -9,20 +9,20 @@ cispo                -sg(clip(r)) A logprobs                                arXi
 dro                  -(A logprobs - beta / 2 (logprobs - sampling)^2)       arXiv:2405.19107
 gspo                 -min(s A, clip(s) A), s = sg(r_seq) r / sg(r)          arXiv:2507.18071, the form of its section 4.3
 
-r_seq is exp of the mean of log r over the tokens of sequence_ratio_mask.
+r_seq is exp of the mean of log r over the tokens where sequence_ratio_mask is not 0. The defaults of ppo and cispo are those of
+Tinker's documentation, which gives none for dro and gspo: 0.05 is its example, and gspo has ppo's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from grpo_megatron.shapes import Float
 
-Inputs = Mapping[str, Float[Tensor, " N"]]  # the tensors of one datum by the protocol's names, of one length
-DatumLoss = Callable[[Float[Tensor, " N"], Inputs, Mapping[str, float]], Float[Tensor, " N"]]
+Inputs = Mapping[str, Float[Tensor, "B N"]]  # the tensors of data by the protocol's names, zeros after the end of each
 
 DEFAULTS: dict[str, dict[str, float]] = {  # loss -> its settings
     "cross_entropy": {},
@@ -38,8 +38,10 @@ NEEDED: dict[str, tuple[str, ...]] = dict.fromkeys(DEFAULTS, ("logprobs", "advan
 }
 
 
-def datum_loss(name: str, logprobs: Tensor, inputs: Inputs, settings: Mapping[str, float]) -> Float[Tensor, " N"]:
-    """Computes the loss of each token of one datum. `settings`: all of DEFAULTS[name]."""
+def token_losses(
+    name: str, logprobs: Float[Tensor, "B N"], inputs: Inputs, settings: Mapping[str, float]
+) -> Float[Tensor, "B N"]:
+    """Computes the loss of each token of data, one in a row. `settings`: all of DEFAULTS[name]."""
     if name == "cross_entropy":
         return -inputs["weights"] * logprobs
     advantages, log_ratio = inputs["advantages"], logprobs - inputs["logprobs"]
@@ -52,7 +54,7 @@ def datum_loss(name: str, logprobs: Tensor, inputs: Inputs, settings: Mapping[st
     if name == "cispo":
         return -ratio.detach().clamp(low, high) * advantages * logprobs
     if name == "gspo":
-        mask = inputs["sequence_ratio_mask"]
-        mean = (log_ratio.detach() * mask).sum() / mask.sum().clamp(min=1)
+        mask = inputs["sequence_ratio_mask"] != 0
+        mean = (log_ratio.detach() * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
         ratio = (mean + logprobs - logprobs.detach()).exp()
     return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)

@@ -16,6 +16,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import threading
 import time
 import uuid
@@ -37,7 +38,8 @@ from grpo_megatron.service.work import Sampled, SampleJob
 
 POLL_S = 30.0  # seconds that a client waits for an answer before it asks again
 MAX_AHEAD = 4096  # requests of one model that may arrive before one with a lower number
-MAX_KEPT_ANSWERS = 20_000  # answers in memory; those of training are on disk, too
+MAX_KEPT_BYTES = 1 << 30  # of answers in memory that nobody has fetched; those of training are on disk, too
+SNAPSHOT_SHARE = 0.05  # of a model's computing time, that its snapshots take at most
 TOGETHER_S = 0.003  # a batch of samples begins when none has come for so long, or after twenty times as long
 SAVES = {
     "save_weights": "weights",
@@ -84,6 +86,8 @@ class Model:
     is_failed: bool = False
     steps: int = 0  # since the last snapshot
     passes: int = 0  # with gradients, since the last step
+    busy_s: float = 0.0  # spent on its commands since the last snapshot
+    snapshot_s: float = 0.0  # spent on the last snapshot
 
     @property
     def lora(self) -> Any:
@@ -145,6 +149,9 @@ class Server:
         self._ready: collections.deque[Job] = collections.deque()  # of models
         self._commands: collections.deque[RankCommand] = collections.deque()  # before all jobs
         self._samples: list[Job] = []
+        self._removed: list[Path] = []  # checkpoints whose folder goes when no rank reads it
+        self._began = 0.0  # when `take` returned the command that runs
+        self._kept = 0  # bytes of answers in memory
         self._fetched: dict[str, tuple[float, Path]] = {}  # samples -> when their answer was asked for, their file
         self._arrival = threading.Condition(self.lock)
         self._recall()
@@ -164,6 +171,9 @@ class Server:
         for name, content in self.store.read_all("samplers"):
             folder = None if content["folder"] is None else Path(content["folder"])
             sampler = SamplingSession(name, content["owner"], content["session"], content["path"], folder)
+            if self.sessions[sampler.session].is_over:
+                self.store.remove_sampler(name)
+                continue
             self.samplers[name] = sampler
             for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
                 with contextlib.suppress(RequestError):
@@ -209,7 +219,8 @@ class Server:
         with self._arrival:
             while True:
                 self._end_sessions()
-                if (command := self._next()) is not None or time.monotonic() >= end:
+                command, self._began = self._next(), time.monotonic()
+                if command is not None or self._began >= end:
                     return command
                 self._arrival.wait(TOGETHER_S if self._samples else timeout_s)
 
@@ -226,6 +237,10 @@ class Server:
         folder = samples[0].target.folder
         jobs = tuple(job for job in samples if job.target.folder == folder)
         self._samples = [job for job in samples if job.target.folder != folder]
+        if folder is not None and not folder.exists():
+            for job in jobs:
+                self._answer(job, error=f"the checkpoint {job.target.path or ''} of this sampling session was removed")
+            return self._next()
         return RankCommand("sample", (folder, [job.request for job in jobs]), jobs=jobs)
 
     def _command(self, job: Job) -> RankCommand | None:
@@ -254,6 +269,7 @@ class Server:
                 if not request.overwrite and about["seq"] != job.seq:  # else a kill came before its answer
                     raise RequestError(f"{name} is there already; choose another name, or set overwrite")
                 self.store.remove_checkpoint(model.id, name)
+                shutil.rmtree(self.store.model(model.id) / name, ignore_errors=True)
             return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
         except RequestError as error:
             self._answer(job, error=str(error))
@@ -285,15 +301,21 @@ class Server:
                     self._answer(job, JSON, json.dumps(self._done(job, command, result)).encode())
             if model is None:
                 return
+            seconds = time.monotonic() - self._began
+            model.busy_s += seconds
             if command.method == "step":
                 model.steps, model.passes = model.steps + 1, 0
-                if model.steps >= self.config.snapshot_steps:
+                is_due = model.snapshot_s <= SNAPSHOT_SHARE * model.busy_s
+                if is_due and model.steps >= self.config.snapshot_steps:
                     self._take_snapshot(model, command.jobs[0].seq)
             elif command.method == "save" and not command.jobs:
+                model.busy_s, model.snapshot_s = 0.0, seconds
                 self.store.remove_replaced(model.id, int(command.arguments[1].name.removeprefix("state_")))
 
     def _take_snapshot(self, model: Model, seq: int) -> None:
         model.steps = 0
+        for name in self.store.checkpoints(model.id, expired=True):
+            self.remove_checkpoint(model.id, name)
         self._commands.append(
             RankCommand("save", (model.id, self.store.model(model.id) / f"state_{seq:010d}"), model=model)
         )
@@ -309,7 +331,7 @@ class Server:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
         about = {"time": time.time(), "size": size, "expires": expires, "user_metadata": request.user_metadata}
-        about["seq"] = job.seq
+        about |= {"seq": job.seq, "is_unnamed": request.path is None}
         self.store.write(folder.with_name(f"{folder.name}.json"), about)
         path = f"tinker://{model.id}/{job.kind}/{folder.name}"
         if job.kind == "sampler_weights" and request.path is None:
@@ -326,11 +348,19 @@ class Server:
         if isinstance(job.target, Model) and job.seq:
             place = numbered(self.store.model(job.target.id) / "results", job.seq)
             self.store.write(place, (b"P" if media == wire.PROTOBUF else b"J") + content)
-        if len(self.jobs) > MAX_KEPT_ANSWERS:
-            for old in [one.id for one in self.jobs.values() if one.answer is not None][: MAX_KEPT_ANSWERS // 10]:
-                del self.jobs[old]
+            self.jobs.pop(job.id, None)
+            content = b""
+        self._kept += len(content)
+        answered = [one for one in self.jobs.values() if one.answer is not None] if self._kept > MAX_KEPT_BYTES else []
+        for old in answered[: len(answered) // 2]:
+            self._forget(old)
         if self.loop is not None:
             self.loop.call_soon_threadsafe(job.done.set)
+
+    def _forget(self, job: Job) -> None:
+        """Remove a job with its answer from the memory."""
+        if self.jobs.pop(job.id, None) is not None and job.answer is not None:
+            self._kept -= len(job.answer[1])
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
@@ -361,6 +391,8 @@ class Server:
         for session in self.sessions.values():
             if not session.is_over and session.seen < limit:
                 self.end(session)
+        while self._removed:
+            shutil.rmtree(self._removed.pop(), ignore_errors=True)
         busy = {id(job.target) for job in self._ready} | {id(command.model) for command in self._commands}
         for model in self.models.values():
             if model.is_loaded and self.sessions[model.session].is_over and id(model) not in busy:
@@ -370,13 +402,22 @@ class Server:
                 self._commands.append(RankCommand("drop", (model.id,)))
 
     def end(self, session: Session) -> None:
-        """End a session. Its requests that wait for an earlier one are dropped."""
+        """End a session. Frees its answers, its samples, requests that wait for an earlier one, and weights without a name."""
         session.is_over = True
         self._write_session(session)
-        for model in self.models.values():
-            for seq in [*model.waiting] if model.session == session.id else ():
+        for model in [model for model in self.models.values() if model.session == session.id]:
+            for seq in [*model.waiting]:
                 self.jobs.pop(model.waiting.pop(seq).id, None)
                 self.store.remove_request(model.id, seq)
+            for name, about in self.store.checkpoints(model.id).items():
+                if about["is_unnamed"]:
+                    self.remove_checkpoint(model.id, name)
+        self._samples = [job for job in self._samples if job.target.session != session.id]
+        for sampler in [sampler for sampler in self.samplers.values() if sampler.session == session.id]:
+            self.store.remove_sampler(self.samplers.pop(sampler.id).id)
+        for job in [job for job in self.jobs.values() if job.target.session == session.id]:
+            if job.answer is not None or job.kind == "sample":
+                self._forget(job)
 
     # -- models ------------------------------------------------------------------------------------------------------
 
@@ -395,6 +436,11 @@ class Server:
         if model is None or model.owner != owner or name not in self.store.checkpoints(model.id):
             raise RequestError(f"there is no checkpoint {path[:200]!r} of {' or '.join(kinds)}", 404)
         return self.store.model(model.id) / name
+
+    def remove_checkpoint(self, model_id: str, name: str) -> None:
+        """Remove a checkpoint KIND/NAME: at once for clients, and from the disk before the next command."""
+        self.store.remove_checkpoint(model_id, name)
+        self._removed.append(self.store.model(model_id) / name)
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name.partition(":")[0] != self.served.name:
@@ -501,12 +547,9 @@ class Server:
         )
 
     def list_checkpoints(self, model: Model) -> JsonObject:
-        """Returns a model's checkpoints, the oldest first; removes those that have expired."""
+        """Returns a model's checkpoints, the oldest first."""
         found = []
         for name, about in self.store.checkpoints(model.id).items():
-            if about["expires"] is not None and about["expires"] < time.time():
-                self.store.remove_checkpoint(model.id, name)
-                continue
             one = {
                 "checkpoint_id": name,
                 "checkpoint_type": CHECKPOINT_KINDS[name.partition("/")[0]],
@@ -609,6 +652,8 @@ class Server:
             self._fetched[job.id] = now, numbered(self.store.folder / "samplers" / job.target.id, job.seq)
             for name in [name for name, (then, _) in self._fetched.items() if then < now - POLL_S]:
                 self._fetched.pop(name)[1].unlink(missing_ok=True)
+                if name in self.jobs:
+                    self._forget(self.jobs[name])
 
     def _stored_answer(self, request_id: str, owner: str) -> Response:
         name, _, number = request_id.rpartition(":")

@@ -19,6 +19,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,20 +113,26 @@ class Store:
         (self.folder / "samplers" / name).mkdir(exist_ok=True)
         self.write(self.folder / "samplers" / f"{name}.json", content)
 
-    def checkpoints(self, model_id: str) -> dict[str, JsonObject]:
-        """Returns the complete checkpoints of a model, by KIND/NAME."""
+    def checkpoints(self, model_id: str, *, expired: bool = False) -> dict[str, JsonObject]:
+        """Returns the complete checkpoints of a model, by KIND/NAME: those that have not expired, or those that have."""
         found = {}
         for kind in CHECKPOINT_KINDS:
             for path in sorted((self.model(model_id) / kind).glob("*.json")):
                 with contextlib.suppress(OSError):
-                    found[f"{kind}/{path.stem}"] = json.loads(path.read_text())
+                    about = json.loads(path.read_text())
+                    if (about["expires"] is not None and about["expires"] < time.time()) == expired:
+                        found[f"{kind}/{path.stem}"] = about
         return found
 
     def remove_checkpoint(self, model_id: str, name: str) -> None:
-        """Remove a checkpoint KIND/NAME."""
+        """Remove a checkpoint KIND/NAME from the list; its folder stays."""
         path = self.model(model_id) / name
         path.with_name(f"{path.name}.json").unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+
+    def remove_sampler(self, name: str) -> None:
+        """Remove a sampling session and its requests."""
+        (self.folder / "samplers" / f"{name}.json").unlink(missing_ok=True)
+        shutil.rmtree(self.folder / "samplers" / name, ignore_errors=True)
 
     def tokens(self, config: ServiceConfig) -> list[str]:
         """Reads the clients' keys, or makes one. Raises ConfigError."""

@@ -29,7 +29,7 @@ from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharde
 from grpo_megatron.parallel.mesh import RankError, on_first_rank
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
-from grpo_megatron.service.losses import datum_loss
+from grpo_megatron.service.losses import token_losses
 from grpo_megatron.service.slots import Slots
 from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest, RequestError, WireDatum
 from grpo_megatron.storage.files import partial_of, publish_folder, remove_folder
@@ -158,17 +158,16 @@ class Work:
             [(micro_batches, _)] = batch.updates()
             compute = functools.partial(self.policy.forward_backward, batch, micro_batches, loss)
             logprobs = self.slots.add_gradients(compute).host_logprobs()
-        mine = {row: logprobs[i, : len(request.data[row].tokens)].numpy() for i, row in enumerate(rows)}
+        values = token_losses(request.loss, logprobs, _columns(batch), request.settings) * batch.response_mask
+        sums = values.double().sum(1).tolist()
+        mine = {row: (logprobs[i, : len(request.data[row].tokens)].numpy(), sums[i]) for i, row in enumerate(rows)}
         parts = self.mesh.gather(mine if self.mesh.is_replica_reporter else {})
         if self.mesh.rank:
             return [], 0.0
         found = {row: part for of_rank in parts for row, part in of_rank.items()}
-        total = 0.0
-        for row, datum in enumerate(request.data):
-            columns = {name: torch.from_numpy(column) for name, column in datum.columns.items()}
-            values = datum_loss(request.loss, torch.from_numpy(found[row]), columns, request.settings)
-            total += float(values.double().sum())
-        return [found[row] for row in range(len(request.data))], total
+        return [found[row][0] for row in range(len(request.data))], sum(
+            found[row][1] for row in range(len(request.data))
+        )
 
     def _batch(self, data: Sequence[WireDatum]) -> tuple[Batch, list[int]]:
         """Returns this rank's rows as a batch of one mini-batch, and their numbers in `data`."""
@@ -307,13 +306,15 @@ def _last(job: SampleJob, logprobs: list[float]) -> list[float] | None:
 
 def token_sum(inputs: Any, *, name: str, settings: Mapping[str, float]) -> tuple[Tensor, MetricSums]:
     """Sums a loss of the protocol over the rows of a micro-batch (`LossInputs`). It has no metrics of its own."""
-    total = inputs.logprobs.new_zeros(())
-    for row, size in enumerate(inputs.mask.sum(1).tolist()):
-        columns = {
-            "logprobs": inputs.rollout_logprobs[row, :size],
-            "advantages": inputs.advantages[row, :size],
-            "weights": inputs.token_weights[row, :size],
-            "sequence_ratio_mask": inputs.correction[row, :size],
-        }
-        total = total + datum_loss(name, inputs.logprobs[row, :size], columns, settings).sum()
-    return total, {}
+    logprobs = inputs.logprobs.masked_fill(~inputs.mask, 0.0)
+    return (token_losses(name, logprobs, _columns(inputs), settings) * inputs.mask).sum(), {}
+
+
+def _columns(inputs: Any) -> dict[str, Tensor]:
+    """Returns the protocol's tensors of a batch, or of a loss's inputs."""
+    return {
+        "logprobs": inputs.rollout_logprobs,
+        "advantages": inputs.advantages,
+        "weights": inputs.token_weights,
+        "sequence_ratio_mask": inputs.correction,
+    }

@@ -131,10 +131,10 @@ def read(name: str, content: bytes) -> Any:
     return message
 
 
-def loop(client: RawClient, steps: int, seed: int = 0) -> list[Any]:
+def loop(client: RawClient, steps: int, seed: int = 0, rank: int = 3) -> list[Any]:
     """A small RL loop: two passes, a step, weights for a sampler, samples. Returns all numbers of the answers."""
     client.open()
-    model, found, seq = client.create(0, seed=seed), [], 0
+    model, found, seq = client.create(0, seed=seed, rank=rank), [], 0
     for step in range(steps):
         futures: list[tuple[str, Any]] = []
         for part in range(2):

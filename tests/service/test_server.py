@@ -19,10 +19,17 @@ import pytest
 from megatron.core.parallel_state import destroy_model_parallel
 
 from grpo_megatron.cli import serve_training as serve
+from grpo_megatron.config import ServiceConfig
+from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.service import server as server_module
+from grpo_megatron.service import wire
+from grpo_megatron.service.server import ServedModel, Server
 from grpo_megatron.service.slots import Slots
+from grpo_megatron.service.store import Store
+from grpo_megatron.service.wire import RequestError, read_json_request
+from grpo_megatron.service.work import Sampled
 from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body
-from tests.service.test_work import build
+from tests.service.test_work import LAYOUTS, build
 from tests.worlds import ranks
 
 
@@ -31,8 +38,12 @@ class Killed(Exception):
 
 
 def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: list[int], *overrides: str) -> Any:
-    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again."""
-    work = build(config, out, [*LORA, "service.snapshot_steps=2", *overrides])
+    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again.
+
+    A kill takes the states of all ranks. None on the ranks after the first.
+    """
+    work = build(config, out, ["service.snapshot_steps=2", *overrides])
+    server_module.SNAPSHOT_SHARE = 1e9  # as many as snapshot_steps allows
     server_module.POLL_S = 0.3  # an answer of a killed server, whose connection stays open here, is not waited for
     found: dict[str, Any] = {}
     client = RawClient("http://127.0.0.1:1", "")
@@ -46,6 +57,11 @@ def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: lis
 
     thread = threading.Thread(target=run, daemon=True)
     for kill in [*kills, None]:
+        if work.mesh.rank:
+            serve.run_commands(work, None)
+            if kill is not None:
+                forget(work)
+            continue
         server = serve.start_server(work.config, _Checked())
         client.token = (work.config.service.tokens or out / "service" / "token").read_text().split()[0]
         client.url = (out / "service" / "url").read_text().strip()
@@ -64,17 +80,24 @@ def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: lis
             break
         except Killed:
             client.url = "http://127.0.0.1:1"
-            work._sleep()
-            work._saved.clear()
-            first, work.slots = work.slots.first, Slots(work.policy)
-            work.slots.first = first
+            work.mesh.broadcast((None, True))  # the other ranks leave their loop
+            forget(work)
             server.loop.call_soon_threadsafe(server.loop.stop)
-    thread.join()
+    if thread.ident:
+        thread.join()
     work.close()
     destroy_model_parallel()
     if "error" in found:
         raise found["error"]
-    return found["result"]
+    return found.get("result")
+
+
+def forget(work: Any) -> None:
+    """Leave this rank with what a new process has."""
+    work._sleep()
+    work._saved.clear()
+    first, work.slots = work.slots.first, Slots(work.policy)
+    work.slots.first = first
 
 
 class _Checked:
@@ -83,10 +106,13 @@ class _Checked:
 
 
 @ranks()
-def killed(config: Path) -> list[Any]:
+def killed(config: Path, rank: int, overrides: list[str]) -> list[Any]:
     """A loop without a kill; and with kills."""
-    alone = served(config, config.parent / "alone", lambda client: loop(client, 5), [])
-    return [alone, served(config, config.parent / "killed", lambda client: loop(client, 5), [3, 9, 4])]
+    folder = config.parent / f"killed-{len(overrides)}-{rank}"
+    return [
+        served(config, folder / str(len(kills)), lambda client: loop(client, 5, rank=rank), kills, *overrides)
+        for kills in ([], [3, 9, 4])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +123,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @ranks()
 def attacked(config: Path, seed: int) -> list[Any]:
     """The loop alone; the loop beside the hostile requests, and what they were answered."""
-    alone = served(config, config.parent / f"alone-{seed}", lambda client: loop(client, 3), [])
+    alone = served(config, config.parent / f"alone-{seed}", lambda client: loop(client, 3), [], *LORA)
     other = "tml-another-client-of-this-server"
     out = config.parent / f"attacked-{seed}"
     (config.parent / "tokens").write_text(f"tml-0123456789abcdefghij\n{other}\n")
@@ -110,7 +136,7 @@ def attacked(config: Path, seed: int) -> list[Any]:
         enemy.join()
         return found, answers, loop(client, 3)
 
-    overrides = [f"service.tokens={config.parent / 'tokens'}", "service.max_body_megabytes=1"]
+    overrides = [*LORA, f"service.tokens={config.parent / 'tokens'}", "service.max_body_megabytes=1"]
     return [alone, served(config, out, play, [], *overrides)]
 
 
@@ -246,7 +272,91 @@ def test_hostile_requests_leave_the_server_and_the_others_as_they_are(config: Pa
         )
 
 
-def test_a_killed_server_goes_on_bit_for_bit(config: Path) -> None:
-    [[alone, killed_thrice]] = killed(1, config=config)
+def ask(server: Server, path: str, body: Any) -> None:
+    """A request of the server's one client."""
+    content, owner = json.dumps(body).encode(), next(iter(server.owners.values()))
+    if path != "asample":
+        server.add_request(path, content, owner)
+        return
+    with server.lock:
+        server.sample(read_json_request(wire.SampleRequest, content), owner, content)
+
+
+def opened(folder: Path) -> tuple[Server, str, str, str]:
+    """A server without ranks: it, its owner, a session, a model."""
+    server = Server(ServiceConfig(), Store(folder), ServedModel("tiny", "tiny", 101, 48, None, 0))
+    owner = next(iter(server.owners.values()))
+    session = server.create_session(None, owner)["session_id"]
+    create = wire.CreateModel(session_id=session, model_seq_id=0, base_model="tiny")
+    with server.lock:
+        return server, owner, session, server.create_model(create, owner)["model_id"]
+
+
+def run_all(server: Server) -> list[str]:
+    """The commands that the server has for the ranks, which do nothing but to make the folders of checkpoints."""
+    names = []
+    while (command := server.take(0.0)) is not None or server._samples:
+        if command is None:
+            continue
+        names.append(command.method)
+        if command.method in ("save", "snapshot"):
+            command.arguments[1].mkdir(parents=True)
+        sampled = [Sampled([Completion([1], [-1.0], "stop")], None) for _ in command.jobs]
+        server.finish(command, sampled if command.method == "sample" else 1.0, None)
+    return names
+
+
+def test_a_client_without_a_sign_of_life_frees_what_it_holds(tmp_path: Path) -> None:
+    """Memory, answers, requests that wait, weights without a name. Its named checkpoint stays, and a restart runs nothing."""
+    server, owner, session, model = opened(tmp_path)
+    ask(server, "save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
+    ask(server, "save_weights", {"model_id": model, "seq_id": 2, "path": "kept"})
+    ask(server, "save_weights_for_sampler", {"model_id": model, "seq_id": 3, "path": "named"})
+    ask(server, "optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})  # waits for 4
+    assert run_all(server) == ["create", "snapshot", "save", "snapshot"]
+    sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}}
+    sample |= {"sampling_session_id": f"{session}:sample:0"}
+    ask(server, "asample", {**sample, "seq_id": 0})
+    assert run_all(server) == ["sample"] and len(server.jobs) == 3
+    ask(server, "asample", {**sample, "seq_id": 1})
+    folder = tmp_path / "models" / model
+    assert (folder / "sampler_weights/session-0000000001").exists() and (folder / "requests/0000000005").exists()
+
+    server.session(session, owner)  # as a heartbeat does
+    assert server.models[model].is_loaded
+    server.sessions[session].seen -= ServiceConfig().session_timeout_s + 1
+    assert run_all(server) == ["drop"]
+    assert not server.jobs and server._kept == 0 and not server.models[model].is_loaded
+    assert not (folder / "requests/0000000005").exists() and not any((tmp_path / "samplers").iterdir())
+    assert [path.name for path in (folder / "sampler_weights").iterdir() if path.is_dir()] == ["named"]
+    assert {*server.store.checkpoints(model)} == {"weights/kept", "sampler_weights/named"}
+    for call in (lambda: server.session(session, owner), lambda: ask(server, "asample", {**sample, "seq_id": 2})):
+        with pytest.raises(RequestError) as error:
+            call()
+        assert error.value.status in (404, 410)
+    assert run_all(Server(ServiceConfig(), Store(tmp_path), server.served)) == []
+
+
+def test_weights_that_were_removed_are_an_error_of_later_samples(tmp_path: Path) -> None:
+    server, owner, session, model = opened(tmp_path)
+    ask(server, "save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})
+    assert run_all(server) == ["create", "snapshot"]
+    path = f"tinker://{model}/sampler_weights/a"
+    server.create_sampler(wire.CreateSampler(session_id=session, sampling_session_seq_id=0, model_path=path), owner)
+    server.remove_checkpoint(model, "sampler_weights/a")
+    sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_session_id": f"{session}:sample:0", "seq_id": 0}
+    ask(server, "asample", {**sample, "sampling_params": {}})
+    assert run_all(server) == []
+    answer = server.jobs[f"{session}:sample:0:0"].answer
+    assert answer is not None and b"was removed" in answer[1]
+
+
+@pytest.mark.parametrize(
+    ("world", "rank", "overrides"),
+    [(1, 3, LORA), (2, 3, [*LORA, *LAYOUTS["TP2"][1]]), (2, 0, LAYOUTS["PP2"][1])],
+    ids=["LoRA", "LoRA TP2", "PP2"],
+)
+def test_a_killed_server_goes_on_bit_for_bit(config: Path, world: int, rank: int, overrides: list[str]) -> None:
+    [[alone, killed_thrice], *_] = killed(world, config=config, rank=rank, overrides=overrides)
     assert len(alone) == 25 and len({json.dumps(one) for one in alone}) > 20
     assert killed_thrice == alone

@@ -21,7 +21,7 @@
     python -m tools.benchmarks step [--workload 0.4M] [--rounds 3] [--plain] [--trl-vllm]
     python -m tools.benchmarks curves [--seeds 5] [--steps 30] [--folder DIR] [--plot FILE.png]
     python -m tools.benchmarks hour [--parts abcdefg] [--minutes 50] [--folder DIR] [--work DIR]
-    python -m tools.benchmarks rollout | update | transformers | exact | distill [--workload 0.4M] [--repeats 5]
+    python -m tools.benchmarks rollout | update | transformers | exact | distill | service [--workload 0.4M] [--repeats 5]
 
 convert: a random Llama of that size, Hugging Face -> Megatron -> Hugging Face. Compared with `cp` of the same files, and
 with `cp` followed by `sha256sum` of the copy, since the converter hashes what it writes. All take turns; the medians are
@@ -65,6 +65,7 @@ hour: an hour on one H100, in seven parts that resume; on a CPU its toy sizes.
 rollout: an engine's `generate` beside bare `vllm.LLM.generate`. update: the policy's update beside Megatron-Core's forward and
 backward of the same packs. transformers: the same beside a training step of transformers. exact: log-probabilities, update and
 rollout with `model.exact` beside without. distill: a teacher's scores beside one forward pass of it, and updates with them.
+service: training steps of the public `tinker` client through `serve-training`, beside the policy's update in this process.
 Each on one rank.
 """
 
@@ -112,6 +113,7 @@ COMMANDS = {  # name -> module, its functions that add arguments and that measur
         "log-probabilities, update and rollout, with and without model.exact",
     ),
     "distill": ("rank", "add_arguments", "measure_distill", "teachers' scores, and updates with them"),
+    "service": ("rank", "add_arguments", "measure_service", "steps through serve-training, beside the policy's update"),
     "update": ("rank", "add_arguments", "measure_update", "the policy's update beside plain Megatron-Core"),
     "transformers": (
         "rank",

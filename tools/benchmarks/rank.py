@@ -1,4 +1,4 @@
-"""`tools.benchmarks rollout | update | transformers | exact | distill`: parts of a step beside the libraries below.
+"""`tools.benchmarks rollout | update | transformers | exact | distill | service`: parts of a step beside the libraries below.
 
 All run on one CPU rank. Both ways of a pair take turns on the same data; medians and processor seconds are printed.
 """
@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmarks.workload import SAMPLES, WORKLOADS, Workload, machine, write_model
+
+STEPS = 10  # of a turn of `service`
+servers: list[subprocess.Popen[bytes]] = []
 
 # The first is what the others are compared with. A way may return the processor seconds of another process.
 Ways = dict[str, Callable[[], Any]]
@@ -52,6 +56,9 @@ def benchmark(make: Callable[[Path, Workload, Any], Ways | list[Ways]]) -> Calla
                 made = make(Path(root) / "model", WORKLOADS[name], mesh)
                 for ways in made if isinstance(made, list) else [made]:
                     measure(name, ways, args.repeats)
+                while servers:
+                    servers[-1].terminate()
+                    servers.pop().wait()
         os._exit(0)  # threads of vLLM and gloo would delay a normal exit
 
     return command
@@ -337,5 +344,66 @@ def distill(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
     return [scoring, updates]
 
 
+def service(folder: Path, workload: Workload, mesh: Any) -> Ways:
+    """Steps of PPO on all tokens, by the trainer, and by the public client through `serve-training` in another process.
+
+    Like the trainer, the client begins a step when the one before is complete. Each turn has STEPS steps, the default
+    distance of snapshots. Processor time is that of server and client.
+    """
+    import tinker
+    import torch
+    import yaml
+    from tinker import types
+
+    from tools.benchmarks.workload import family_processor_seconds
+
+    policy, loss, batch, sequences = _training(
+        folder, replace(workload, prompt_length=1, response_length=workload.max_length - 1), mesh
+    )
+    config = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"max_prompt_length": 1, "max_response_length": workload.max_length},
+        "rollout": {"engine": "transformers"},
+        "trainer": {"device": "cpu", "output_dir": str(folder.with_name("out"))},
+        "service": {"port": 0, "base_model": "it"},
+    }
+    (folder.with_name("serve.yaml")).write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "grpo_megatron", "serve-training", str(folder.with_name("serve.yaml"))]
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    env = {name: value for name, value in os.environ.items() if name not in ranks} | {"OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    servers.append(server)
+    out = folder.with_name("out") / "service"
+    while not (out / "url").exists():
+        assert server.poll() is None, "the server has ended"
+        time.sleep(0.1)
+    url, token = ((out / name).read_text().strip() for name in ("url", "token"))
+    client = tinker.ServiceClient(base_url=url, api_key=token).create_lora_training_client("it", rank=0).result()
+
+    def datum(ids: list[int]) -> types.Datum:
+        size = len(ids) - 1
+        inputs = {"target_tokens": ids[1:], "logprobs": [-4.0] * size, "advantages": torch.randn(size).tolist()}
+        return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
+
+    data = [datum(ids) for ids in sequences]
+
+    def whole() -> None:
+        for _ in range(STEPS):
+            batch.old_logprobs = None
+            policy.update(batch, loss)
+
+    def served() -> float:
+        before = family_processor_seconds(os.getpid())
+        for _ in range(STEPS):
+            passed = client.forward_backward(data, "ppo")
+            stepped = client.optim_step(types.AdamParams(learning_rate=1e-6, grad_clip_norm=1.0))
+            passed.result(), stepped.result()
+        client.forward(data[:1], "ppo").result()  # after the snapshot
+        return family_processor_seconds(os.getpid()) - before
+
+    return {"the policy's update": whole, "the public client through serve-training": served}
+
+
+measure_service = benchmark(service)
 measure_rollout, measure_exact, measure_distill = benchmark(rollout), benchmark(exact), benchmark(distill)
 measure_update, measure_transformers = benchmark(update), benchmark(transformers)
