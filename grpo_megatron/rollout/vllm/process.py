@@ -158,7 +158,7 @@ def preload() -> None:
         from vllm.config.logging import LoggingConfig
         from vllm.logger import configure_logging_if_needed
 
-        configure_logging_if_needed(LoggingConfig())  # visits all loggers of the process: half a second in each rank
+        configure_logging_if_needed(LoggingConfig())  # visits all loggers of the process
     # At a normal exit Triton's bindings print a list of leaked objects. Ranks do not exit this way.
     atexit.register(os._exit, 0)
 
