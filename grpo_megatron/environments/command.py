@@ -10,8 +10,8 @@ should be deterministic.
 A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
 module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
 
-With `episodes: 100` a program, or the fork of a function, serves up to 100 trajectories, one after another, at one address: it
-reads a line per trajectory, and ends each by a line that begins with {"reward"; a function is called once per trajectory.
+With `episodes: 100` a program serves 100 trajectories, one after another, at one address: it reads a line for each, and ends each
+by a line that begins with {"reward". A function is called for each.
 """
 
 from __future__ import annotations

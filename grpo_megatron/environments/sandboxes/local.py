@@ -208,8 +208,7 @@ class LocalSandbox(Sandbox):
 
     def _take_built(self, steps: Sequence[tuple[int, str, str]]) -> None:
         """Follows the steps once for all sandboxes of this environment that exist at the same time. Raises as `_follow`."""
-        assert self.task.context is not None
-        assert self.task.dockerfile is not None
+        assert self.task.context and self.task.dockerfile
 
         def build(folder: Path) -> None:
             self._follow(steps)
