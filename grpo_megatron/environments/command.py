@@ -9,9 +9,6 @@ should be deterministic.
 
 A command `[my_agent:main, ARGUMENTS]` is a function of Python. It is called in a fork of a process that has imported its
 module, so what stands at the module's top (libraries, clients, indices) costs once per host and not once per trajectory.
-
-With `episodes: 100` a program, or the fork of a function, serves up to 100 trajectories, one after another, at one address: it
-reads a line per trajectory, and ends each by a line that begins with {"reward"; a function is called once per trajectory.
 """
 
 from __future__ import annotations
@@ -29,15 +26,12 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from grpo_megatron.environments.environment import Environment, Step, environments
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import describe_exit
 from grpo_megatron.registry import import_function
-
-if TYPE_CHECKING:
-    from grpo_megatron.environments.openai_api import Endpoint
 
 MAX_STDOUT = 1 << 20  # bytes of stdout
 CALL_ENDED = b"\x04"  # the line after a call of a function
@@ -68,7 +62,7 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
         os.close(read_row)
         os.close(write_printed)
         return _Program(pid, write_row, read_printed, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-    code = 1
+    code = 0
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a command of the agent must not read the next row
         os.dup2(write_printed, 1)
@@ -76,7 +70,7 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
         os.closerange(3, rows)  # the endpoint's socket, and the connection to the worker
         os.closerange(rows + 1, 1024)
         os.environ.update(variables)
-        sys.stdout, sys.argv, code = open(1, "w", closefd=False), list(command), 0  # noqa: SIM115
+        sys.stdout, sys.argv = open(1, "w", closefd=False), list(command)  # noqa: SIM115
         main: Any = import_function(command[0])
         for line in open(rows, "rb"):  # noqa: SIM115
             sys.stdin = io.TextIOWrapper(io.BytesIO(line))
@@ -86,6 +80,7 @@ def _fork(command: Sequence[str], variables: Mapping[str, str]) -> _Program:
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # noqa: BLE001 - as the interpreter does
+        code = 1
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -102,7 +97,8 @@ class CommandEnvironment(Environment):
 
     `format`: how the model writes tool calls. `temperature`: the only one that a request may name, `rollout.temperature`.
     `branches`: a request that does not continue the one before gets a 400 (refuse), or begins another sequence, which is
-    a sample of its own (samples). `episodes`: trajectories that one start of the program serves.
+    a sample of its own (samples). `episodes`: trajectories that one start serves, at one address: it
+    gets a line for each, and ends each by a line that begins with {"reward". A function is called for each.
     """
 
     gives_rewards = True
@@ -129,7 +125,7 @@ class CommandEnvironment(Environment):
         if isinstance(episodes, bool) or not isinstance(episodes, int) or episodes < 1:
             raise ValueError(f"{WHERE}.episodes={episodes!r}: write a whole number of at least 1")
         self._command, self._model, self.episodes = list(command), model, episodes
-        self._endpoint: Endpoint | None = None
+        self._endpoint: Any = None  # openai_api.Endpoint
         self._exit_code: int | None = None  # None: it runs
         self._is_idle = False  # between two trajectories
         self._settings = model, float(temperature), format, branches == "samples"
@@ -177,7 +173,6 @@ class CommandEnvironment(Environment):
 
     def step(self, completion: str) -> Step:
         """Answers the waiting request, and waits for the next one or for the end of the program."""
-        assert self._endpoint is not None
         self._endpoint.answer(json.loads(completion))
         return self._next()
 
@@ -191,7 +186,7 @@ class CommandEnvironment(Environment):
     def _ends_episode(self, line: bytes) -> bool:
         return line == CALL_ENDED if self._is_forked else self.episodes > 1 and line.startswith(b'{"reward"')
 
-    def _watch(self, process: _Program, endpoint: Endpoint) -> None:
+    def _watch(self, process: _Program, endpoint: Any) -> None:
         """Reads what it prints until it has ended, also where a child of it still has the pipe open."""
         ended, poll, pipe = os.pidfd_open(process.pid), select.poll(), process.stdout
         for descriptor in (pipe, ended):
@@ -210,7 +205,6 @@ class CommandEnvironment(Environment):
         endpoint.questions.put(None)
 
     def _next(self) -> Step:
-        assert self._endpoint is not None
         question = self._endpoint.questions.get()
         if isinstance(question, Exception):
             raise question

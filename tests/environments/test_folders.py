@@ -18,6 +18,7 @@ from grpo_megatron.environments.pool import EnvironmentPool
 from grpo_megatron.environments.sandboxes import backend
 from grpo_megatron.environments.sandboxes.backend import SandboxError
 from grpo_megatron.environments.sandboxes.local import LocalSandbox, walls_problem
+from grpo_megatron.processes.process import tree
 from tests.data.test_folders import harbor, terminal_bench
 from tests.environments.test_sandbox import folder_for_all
 
@@ -70,6 +71,26 @@ def test_a_trajectory_works_and_is_graded(tmp_path: Path) -> None:
     assert shown[0].startswith("hello\n") and shown[1] == "" and shown[2].endswith("[exit code 1]")
     assert played(row)[0] == 0.0  # each has its own sandbox
     assert played(row, "echo hello > out.txt", verifier="shared")[0] == 1.0
+
+
+def test_one_process_serves_several_trajectories_in_sandboxes_of_their_own(tmp_path: Path) -> None:
+    """The second one finds nothing of the first."""
+    row, rewards, processes = row_of(tmp_path / "task"), [], []
+    kwargs = {"memory_mib": 256, "disk_mib": 16, "episodes": 2}
+    with EnvironmentPool("folders", kwargs, timeout_s=60.0) as pool:
+        for number, command in enumerate(("cat word > out.txt", "test -e out.txt || true")):
+            key = str(number)
+            pool.start(key, row, 7)
+            for turn in (call(command), "done"):
+                assert pool.wait([key])[key].step
+                pool.step(key, turn)
+            end = pool.wait([key])[key].step
+            assert end
+            rewards.append(end.reward)
+            processes.append([tree(host._process.pid) for host in pool._processes._hosts])
+            pool.end([key])
+    assert rewards == [1.0, 0.0]
+    assert processes[0] == processes[1]
 
 
 def test_the_forms_of_a_reward(tmp_path: Path) -> None:

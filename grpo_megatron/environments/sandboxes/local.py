@@ -3,8 +3,7 @@
 A command sees /usr and the like as they are here, what is in the sandbox's folder at the top of its root (/app, /tmp, ...), and
 no other file, process, user, socket or variable of this machine (tools/sandbox.py). All its processes end with it, so an idle
 sandbox is a folder: it takes no memory. The image of a task is not used: of its Dockerfile, COPY, ADD, ENV, WORKDIR and RUN are
-followed, and RUN has no network and cannot write to /usr. Sandboxes that exist at the same time run a RUN once: all but the
-first one copy what it has built, without the blocks where the file system shares them (reflink).
+followed, and RUN has no network and cannot write to /usr.
 """
 
 from __future__ import annotations
@@ -208,8 +207,7 @@ class LocalSandbox(Sandbox):
 
     def _take_built(self, steps: Sequence[tuple[int, str, str]]) -> None:
         """Follows the steps once for all sandboxes of this environment that exist at the same time. Raises as `_follow`."""
-        assert self.task.context is not None
-        assert self.task.dockerfile is not None
+        assert self.task.context and self.task.dockerfile
 
         def build(folder: Path) -> None:
             self._follow(steps)
