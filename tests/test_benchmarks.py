@@ -121,6 +121,7 @@ routes --steps 2
 lora --workload 0.4M --rank 8 --steps 2 --rounds 1
 sync --preset llama-70b
 scale --ranks 64 --samples 1024
+mirror --workload 0.4M --steps 1 --repeats 1
 start --ranks 1 --engine transformers --repeats 1
 convert --gigabytes 0.05 --repeats 1
 rollout --workload 0.4M --repeats 1

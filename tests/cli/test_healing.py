@@ -178,13 +178,14 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
 
 
 def test_of_two_roles_ranks_that_sample_are_given_up_first(root: Path) -> None:
-    """Two train in tp 2, two sample: 3 left, 2 train; 2 left, one trains, in tp 1. One left cannot have both roles."""
-    raw = exact_run(root, root / "planned", 4, tp=2, healing={"layouts": "auto"})
-    raw["rollout"] |= {"placement": "separate", "num_ranks": 2}
+    """Two train in tp 2, three sample: 4 and 3 left, 2 train; 2 left, one trains, in tp 1. One left cannot have both roles."""
+    raw = exact_run(root, root / "planned", 5, tp=2, healing={"layouts": "auto"})
+    raw["rollout"] |= {"placement": "separate", "num_ranks": 3}
     config = Config.model_validate(raw)
     fallbacks = Fallbacks(config, read_models(config), GPUS[REFERENCE])
-    fewer = [RESUME, "trainer.n_gpus_per_node=3", "rollout.num_ranks=1"]
-    assert fallbacks.restart(3) == Restart(3, fewer)
+    for left in (4, 3):
+        fewer = [RESUME, f"trainer.n_gpus_per_node={left}", f"rollout.num_ranks={left - 2}"]
+        assert fallbacks.restart(left) == Restart(left, fewer)
     two = [RESUME, "trainer.n_gpus_per_node=2", "rollout.num_ranks=1", "actor.megatron.tensor_model_parallel_size=1"]
     assert fallbacks.restart(2) == Restart(2, two) and fallbacks.restart(1) is None
     lines = dict(fallbacks.lines())
