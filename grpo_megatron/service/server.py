@@ -612,8 +612,9 @@ class Server:
         stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
         if stop == [] or "" in (stop or ()) or len(stop or ()) > 64:
             raise RequestError("stop: 1 to 64 texts or ids; the model's end tokens always end a response here")
-        # From the client's own numbers, so that the same client draws the same samples, whatever else is served.
-        base = [self.served.seed, sampler.id.partition(":")[2], seq, settings.seed, prompt.tolist()]
+        # A seed alone decides; without one, the client's own numbers do: the same client has the same samples.
+        place = [sampler.id.partition(":")[2], seq] if settings.seed is None else []
+        base = [self.served.seed, *place, settings.seed, prompt.tolist()]
         job = SampleJob(
             prompt=tuple(prompt.tolist()),
             seeds=tuple(stable_hash(json.dumps([*base, index])) for index in range(request.num_samples)),
@@ -658,7 +659,7 @@ class Server:
     def _stored_answer(self, request_id: str, owner: str) -> Response:
         name, _, number = request_id.rpartition(":")
         target = self.models.get(name) or self.samplers.get(name)
-        if target is None or target.owner != owner or not number.isdigit():
+        if target is None or target.owner != owner or not number.isdecimal():
             raise RequestError(f"there is no request {request_id[:200]!r}", 404)
         path = numbered(self.store.model(name) / "results", int(number))
         if not path.exists():

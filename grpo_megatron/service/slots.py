@@ -146,8 +146,13 @@ class Slots:
     def add_gradients(self, compute: Any) -> Any:
         """Returns `compute()`, a pass that replaces the gradients: what was there is added to its own."""
         before = [buffer.clone() for buffer in self._buffers()] if self.has_gradients else []
-        with torch.enable_grad():
-            result = compute()
+        try:
+            with torch.enable_grad():
+                result = compute()
+        except BaseException:  # a failed pass leaves a part of its gradients
+            for buffer, saved in zip(self._buffers(), before, strict=False):
+                buffer.copy_(saved)
+            raise
         for buffer, saved in zip(self._buffers(), before, strict=False):
             buffer += saved
         self.has_gradients = True

@@ -6,7 +6,6 @@ no client, in a pool of their own, so that a process may have both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -37,6 +36,7 @@ SampleResponse sequences=1:*SampledSequence prompt_logprobs=2:bytes
 """  # *: repeated; {}: a map from text. An enum is an int32 on the wire; a oneof is its fields; others are skipped
 FLOAT32, INT64 = 1, 2  # of DType
 NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 STOP, LENGTH = 0, 1  # of StopReason
 
 
@@ -118,10 +118,10 @@ def read_pass(body: bytes, vocab_size: int, max_tokens: int) -> PassRequest:
         raise RequestError(f"loss_fn {loss[:100]!r} is not served: {reason}")
     settings = dict(DEFAULTS[loss])
     for name, value in message.loss_fn_config_v2.items():
-        if name not in settings or value.text or not math.isfinite(value.number):
+        if name not in settings or value.text or not abs(value.number) <= MAX_FLOAT32:
             given = value.text[:100] or value.number
             raise RequestError(
-                f"loss_fn_config {name[:100]!r}={given!r}: {loss} has {settings or 'no settings'}, finite numbers"
+                f"loss_fn_config {name[:100]!r}={given!r}: {loss} has {settings or 'no settings'}, finite in float32"
             )
         settings[name] = value.number
     if settings.get("clip_low_threshold", 0) > settings.get("clip_high_threshold", 1):
@@ -254,6 +254,7 @@ def _request(name: str, **fields: Any) -> Any:
 Id = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
+TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Metadata = dict[str, Any] | None
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 Rate = Annotated[float, Field(ge=0, lt=1)]
@@ -330,12 +331,12 @@ CreateSampler = _request(
     base_model=(Id | None, None),
     model_path=(Id | None, None),
 )
-TextChunk = _request("TextChunk", tokens=list[int], type=(Literal["encoded_text"], "encoded_text"))
+TextChunk = _request("TextChunk", tokens=list[TokenId], type=(Literal["encoded_text"], "encoded_text"))
 SamplingSettings = _request(
     "SamplingSettings",
     max_tokens=(Annotated[int, Field(ge=1)] | None, None),
     seed=(Annotated[int, Field(ge=-(2**63), lt=2**63)] | None, None),
-    stop=(str | list[str] | list[int] | None, None),
+    stop=(str | list[str] | list[TokenId] | None, None),
     temperature=(Annotated[float, Field(ge=0, le=100)], 1.0),
     top_k=(Annotated[int, Field(ge=-1)], -1),
     top_p=(Annotated[float, Field(gt=0, le=1)], 1.0),

@@ -166,7 +166,11 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     bodies += [pass_body(model, next(seqs), [replace(data[0], **wrong)], "ppo") for wrong in wrong_data]
     losses = ("custom", "stable_reinforce", "gspo", "", "x" * 1000)
     bodies += [pass_body(model, next(seqs), data, loss) for loss in losses]
-    wrong_settings = ({"clip_low_threshold": float("inf")}, {"clip_low_threshold": 2.0}, {"beta": 1.0})
+    wrong_settings = (
+        {"clip_low_threshold": float("inf")},
+        {"clip_low_threshold": 2.0},
+        {"beta": 1.0},
+    )
     bodies += [pass_body(model, next(seqs), data, "ppo", **settings) for settings in wrong_settings]
     bodies += [
         pass_body(model, next(seqs), [], "ppo"),
@@ -360,3 +364,11 @@ def test_a_killed_server_goes_on_bit_for_bit(config: Path, world: int, rank: int
     [[alone, killed_thrice], *_] = killed(world, config=config, rank=rank, overrides=overrides)
     assert len(alone) == 25 and len({json.dumps(one) for one in alone}) > 20
     assert killed_thrice == alone
+
+
+def test_numbers_that_float32_and_int32_cannot_have_are_refused() -> None:
+    body = pass_body("m", 1, make_data(1, "ppo"), "ppo", clip_low_threshold=-1e300)
+    with pytest.raises(wire.RequestError, match="finite in float32"):
+        wire.read_pass(body, 100, 48)
+    with pytest.raises(wire.RequestError, match="tokens"):
+        wire.read_json_request(wire.TextChunk, b'{"tokens": [%d]}' % 10**30)
