@@ -23,7 +23,7 @@ import yaml
 from grpo_megatron.cli import nodes
 from grpo_megatron.cli.failures import Cause
 from grpo_megatron.cli.healing import RESUME, Healing
-from grpo_megatron.cli.nodes import NODE_ADDRESS, NODE_RANK, Node
+from grpo_megatron.cli.nodes import NODE_ADDRESS, NODE_RANK, Launcher, Node
 from grpo_megatron.cli.ranks import STOP_NAME, Restart
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.report.metrics import JsonlSink
@@ -175,7 +175,10 @@ def test_two_halves_that_do_not_see_each_other_make_one_epoch(
         settle(late + seconds, *launchers)
     assert newest_epoch(first.folder) == 2, "both halves have gone on"
     assert [isinstance(node._answer, Restart) for node in launchers] == [False, True, True]  # the larger half
-    for seconds in range(0, 24, 2):  # the other half hears nothing of the epoch's members: it goes on in their place
+    for seconds in range(0, 8, 2):
+        settle(late + LOST_S + seconds, *launchers)
+    assert newest_epoch(first.folder) == 2  # its members have had no time for a sign of life
+    for seconds in range(8, 24, 2):  # the other half hears nothing of the epoch's members: it goes on in their place
         settle(late + LOST_S + seconds, *launchers)
     assert newest_epoch(first.folder) == 3
 
@@ -260,6 +263,41 @@ def test_a_finished_run_ends_all_launchers_and_a_spare(start: Callable[..., list
     look(4.0, *launchers, spare)
     look(4.5, *launchers)
     assert {node._answer for node in (*launchers, spare)} == {0}
+
+
+def test_an_epoch_is_made_once(start: Callable[..., list[Node]]) -> None:
+    first, second = start(0, 1)
+    alive = {node.node: Launcher(node.id, 1, "here", 1, 2, 0, None, "") for node in (first, second)}
+    assert first._make(7, Restart(4, devices=[0, 1]), None, alive)
+    content = (first.folder / "epoch_000007.json").read_text()
+    assert not second._make(7, None, 1, alive) and (first.folder / "epoch_000007.json").read_text() == content
+
+
+def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., list[Node]]) -> None:
+    """The earlier run was stopped. Its launchers' files are still there while a node of the new start is late."""
+    old = start(0, 1, 2)
+    running(old)
+    for node in old:
+        ends(node, Cause(EXIT_STOPPED, ""))
+        look(LATER, node)
+        node._door.close()
+    first, second = start(0, 1)
+    for now in range(1, 9, 2):
+        settle(now, first, second)
+    assert newest_epoch(first.folder) == 1 and first._answer is None
+    (third,) = start(2)
+    settle(9.5, first, second, third)
+    assert newest_epoch(first.folder) == 2 and trains(third).world["WORLD_SIZE"] == "6"
+
+
+def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., list[Node]]) -> None:
+    """Its ranks have ended with the first one, which the others notice at once."""
+    first, second, _ = launchers = start(0, 1, 2)
+    running(launchers)
+    (again,) = start(2)
+    look(LATER, again)
+    look(LATER + 0.5, first, second)
+    assert first._why == second._why == "a node was lost"
 
 
 def test_one_launcher_of_a_node_at_a_time(start: Callable[..., list[Node]]) -> None:
@@ -452,7 +490,7 @@ def test_a_node_that_was_cut_off_finds_another_epoch_and_joins_it_at_the_next_st
         allowed.write_text("6")
         for launcher in run.launchers:
             assert launcher.wait(300) == 0, run.text(0) + run.text(1)
-        assert f"healing: node {half} has ended its ranks: epoch 2 has begun" in run.text(half)
+        assert f"healing: node {half} has ended its ranks: " in run.text(half)
     kinds = [event["kind"] for event in read_events(output) if event["kind"] != "failed"]
     assert kinds == ["started", "lost", "resumed", "healed", "grown", "resumed", "done"]
     raw["reward"]["kwargs"]["allowed"] = str(tmp_path / "all")
