@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
     find_modules(Path("CONFIG"))  # a user's task, family or reward, in the current folder
     try:
-        ranks.join_world()
+        ranks.join_nodes()
         check_rank_variables()
         code = _run_command(argv)
         if code == 0:

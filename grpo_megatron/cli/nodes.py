@@ -1,6 +1,6 @@
 """Healing over several nodes: a launcher per node, and epochs in the output folder, which is the arbiter (docs/design.md).
 
-healing/node_00001.json     of a launcher, rewritten every POLL_S: who and where it is, and how its ranks have ended
+healing/node_00001.json     of a launcher, rewritten every SIGN_S: who and where it is, and how its ranks have ended
 healing/epoch_000003.json   made once, by a hard link: who trains, in which layout, where rank 0 is; or how the run ends
 
 A launcher that makes an epoch has decided, and all others follow it. Ranks of an older epoch write nothing (storage/files.py).
@@ -33,13 +33,12 @@ from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
 
 FOLDER = "healing"
 NODE_RANK, NODE_ADDRESS = "GRPO_MEGATRON_NODE_RANK", "GRPO_MEGATRON_NODE_ADDRESS"  # set by slurm/ranks.sh
-RUN_ID = "GRPO_MEGATRON_RUN_ID"  # parallel/control.py
-POLL_S = 0.5
+SIGN_S = 0.5
 START_S = 600.0  # for all nodes to be there at the start; then the run begins with fewer
 REPORT_S = 2.0  # from the first lost connection until the cause of it is known, on the node of the cause
 SAVED_S = 30.0  # from the first to the last rank that ends on request
-MOST_POLLS = 4  # of a pause between two of them, that count
-PROBE_S = 1.0
+MOST_LOOKS = 4  # of a pause between two of them, that count
+ANSWER_S = 1.0
 TURN_S = 2.0  # more than two launchers differ in when they see the same
 KILLED = 128 + signal.SIGKILL
 
@@ -62,11 +61,11 @@ def build_healer(config: Config, models: RunModels) -> Healer:
     if not config.trainer.healing.is_on:
         return Healer()
     healing = Healing(config, Fallbacks(config, models, GPUS[REFERENCE]))
-    return Node(config, healing, int(os.environ[NODE_RANK])) if config.trainer.nnodes > 1 else healing
+    return NodeHealer(config, healing, int(os.environ[NODE_RANK])) if config.trainer.nnodes > 1 else healing
 
 
 class Launcher(NamedTuple):
-    """The state that a launcher has written, as another one sees it."""
+    """The state of a launcher, as it has written it for the others."""
 
     id: str  # of the process: one that is started again is another launcher
     beat: int
@@ -78,7 +77,7 @@ class Launcher(NamedTuple):
     leaving: str  # the signal that asked this node to leave
 
 
-class Node(Healer):
+class NodeHealer(Healer):
     """The launcher of one node of a run.
 
     A thread writes and reads the folder, and decides. Another one ends the ranks, so that it can where the folder hangs.
@@ -143,7 +142,7 @@ class Node(Healer):
         with self._state:
             self._waits = True
             while self._answer is None and self._error is None:
-                self._state.wait(POLL_S)
+                self._state.wait(SIGN_S)
             answer, self._answer = self._answer, None
         if isinstance(answer, Restart):
             return answer
@@ -159,7 +158,7 @@ class Node(Healer):
         if (found := self._read(self.node)) is None:
             return
         while (lives := _answers(found)) is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            time.sleep(SIGN_S)
         if lives:
             raise ConfigError(
                 f"{self.folder}: the launcher of node {self.node} lives on {found.address}; wait for its end, or use another"
@@ -179,11 +178,11 @@ class Node(Healer):
             except Exception as error:  # noqa: BLE001 - the main thread raises it
                 self._error = error
                 self._end(f"{type(error).__name__}: {error}")
-            self._is_over.wait(POLL_S)
+            self._is_over.wait(SIGN_S)
 
     def _tick(self, now: float) -> float:
         """Returns this launcher's clock. Of a pause little counts: others may have been stopped, too."""
-        self._clock += min(now - self._last_look, MOST_POLLS * POLL_S)
+        self._clock += min(now - self._last_look, MOST_LOOKS * SIGN_S)
         return self._clock
 
     def _guard(self) -> None:
@@ -254,6 +253,8 @@ class Node(Healer):
         if epoch["code"] is not None:
             self._give(epoch["code"])
             return True
+        from grpo_megatron.parallel.control import RUN_ID
+
         first = epoch["ids"].index(self.id) * self.per_node
         variables = {"WORLD_SIZE": str(epoch["world_size"]), RUN_ID: epoch["token"]}
         variables |= {"MASTER_ADDR": epoch["address"], "MASTER_PORT": str(epoch["port"])}
@@ -317,7 +318,7 @@ class Node(Healer):
     def _find_dead(self, nodes: Sequence[int], now: float) -> None:
         """Asks the machines of silent launchers. One whose process has ended is lost at once."""
         for launcher, changed in (self._seen[node] for node in nodes if node in self._seen):
-            if changed and now - changed > 4 * POLL_S and launcher.id not in self._dead and _answers(launcher) is False:
+            if changed and now - changed > 4 * SIGN_S and launcher.id not in self._dead and _answers(launcher) is False:
                 self._dead.add(launcher.id)
 
     def _ask_first(self, node: int, now: float) -> None:
@@ -347,7 +348,7 @@ class Node(Healer):
         if (len(alive) < self.expected and now < START_S) or self.node not in alive:
             return
         place = list(alive).index(self.node)
-        if now - self._since.setdefault(("begins", len(alive)), now) < place * 2 * POLL_S:
+        if now - self._since.setdefault(("begins", len(alive)), now) < place * 2 * SIGN_S:
             return
         self.healing.devices = list(alive)
         restart = self.healing.use(self.healing.usable())
@@ -428,7 +429,7 @@ class Node(Healer):
         elif restart is None or restart.world_size <= epoch["world_size"]:
             self._since.pop(key, None)
             return
-        if now - self._since.setdefault(key, now) < 4 * POLL_S or self._is_asked:  # all nodes may be asked to leave
+        if now - self._since.setdefault(key, now) < 4 * SIGN_S or self._is_asked:  # all nodes may be asked to leave
             return
         if leaving and restart is None:
             request = self.leaving
@@ -445,7 +446,7 @@ class Node(Healer):
 def _answers(launcher: Launcher) -> bool | None:
     """Says if a launcher lives; None: its machine does not answer."""
     try:
-        socket.create_connection((launcher.address, launcher.door), PROBE_S).close()
+        socket.create_connection((launcher.address, launcher.door), ANSWER_S).close()
     except ConnectionRefusedError:
         return False
     except OSError:

@@ -285,7 +285,7 @@ class _Requests:
             signal.signal(number, handler)
 
 
-def join_world() -> None:
+def join_nodes() -> None:
     """Makes a rank of our launcher one of several nodes, where it is, before anything reads its number."""
     if (folder := launcher_folder()) is None:
         return

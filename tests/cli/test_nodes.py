@@ -23,7 +23,7 @@ import yaml
 from grpo_megatron.cli import nodes
 from grpo_megatron.cli.failures import Cause
 from grpo_megatron.cli.healing import RESUME, Healing
-from grpo_megatron.cli.nodes import NODE_ADDRESS, NODE_RANK, Launcher, Node
+from grpo_megatron.cli.nodes import NODE_ADDRESS, NODE_RANK, Launcher, NodeHealer
 from grpo_megatron.cli.ranks import STOP_NAME, Restart
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.report.metrics import JsonlSink
@@ -50,16 +50,16 @@ class Planned:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Node]]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[NodeHealer]]]:
     """Starts launchers; `looks` in the order of their numbers until all have their answer."""
     monkeypatch.setenv(NODE_ADDRESS, "127.0.0.1")
-    made: list[Node] = []
+    made: list[NodeHealer] = []
 
-    def build(*numbers: int, spares: int = 0) -> list[Node]:
+    def build(*numbers: int, spares: int = 0) -> list[NodeHealer]:
         healing = {"layouts": "auto", "node_timeout_s": LOST_S, "spares": spares}
         trainer = {"output_dir": str(tmp_path), "nnodes": 3, "n_gpus_per_node": 2, "healing": healing}
         config = Config.model_validate({"model": {"path": "m"}, "trainer": trainer})
-        found = [Node(config, Healing(config, Planned()), number) for number in numbers]  # type: ignore[arg-type]
+        found = [NodeHealer(config, Healing(config, Planned()), number) for number in numbers]  # type: ignore[arg-type]
         for node in found:
             node.folder.mkdir(exist_ok=True)
             node._waits = True
@@ -72,18 +72,18 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         node._store.close()
 
 
-def look(now: float, *launchers: Node) -> None:
+def look(now: float, *launchers: NodeHealer) -> None:
     for node in launchers:
         node._update(now)
 
 
-def settle(now: float, *launchers: Node) -> None:
+def settle(now: float, *launchers: NodeHealer) -> None:
     """Looks for two seconds: each sees the others' state, one makes the epoch, all follow."""
     for number in range(5):
         look(now + number / 2, *launchers)
 
 
-def trains(node: Node) -> Restart:
+def trains(node: NodeHealer) -> Restart:
     """The node's ranks start, as it was told."""
     answer, node._answer = node._answer, None
     assert isinstance(answer, Restart), answer
@@ -93,11 +93,11 @@ def trains(node: Node) -> Restart:
     return answer
 
 
-def ends(node: Node, cause: Cause) -> None:
+def ends(node: NodeHealer, cause: Cause) -> None:
     node._cause, node._waits = node.ended(cause), True
 
 
-def running(launchers: list[Node]) -> None:
+def running(launchers: list[NodeHealer]) -> None:
     settle(0.5, *launchers)
     for node in launchers:
         trains(node)
@@ -106,7 +106,7 @@ def running(launchers: list[Node]) -> None:
 LOST = Cause(1, "lost a connection", is_loss=True, is_final=False)
 
 
-def test_the_first_epoch_waits_for_all_nodes_and_says_who_is_which_rank(start: Callable[..., list[Node]]) -> None:
+def test_the_first_epoch_waits_for_all_nodes_and_says_who_is_which_rank(start: Callable[..., list[NodeHealer]]) -> None:
     two = start(0, 2)
     settle(0.5, *two)
     assert newest_epoch(two[0].folder) == 0
@@ -121,7 +121,7 @@ def test_the_first_epoch_waits_for_all_nodes_and_says_who_is_which_rank(start: C
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_node_without_a_sign_of_life_is_lost_and_the_others_go_on(
-    start: Callable[..., list[Node]], tmp_path: Path, is_killed: bool
+    start: Callable[..., list[NodeHealer]], tmp_path: Path, is_killed: bool
 ) -> None:
     """Its machine refuses a connection to the port of a launcher that was killed: then it is lost at once."""
     first, second, third = launchers = start(0, 1, 2)
@@ -146,24 +146,24 @@ def test_a_node_without_a_sign_of_life_is_lost_and_the_others_go_on(
 
 
 def test_two_halves_that_do_not_see_each_other_make_one_epoch(
-    start: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., list[NodeHealer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The heartbeats of each half are hidden from the other one, and no connection passes."""
     launchers = start(0, 1, 2)
     first = launchers[0]
     running(launchers)
-    read = Node._read
+    read = NodeHealer._read
     hidden = {0: {1, 2}, 1: {0}, 2: {0}}
     old = {n: read(first, n) for n in range(3)}
-    monkeypatch.setattr(Node, "_read", lambda self, n: old[n] if n in hidden[self.node] else read(self, n))
-    update, looks = Node._update, [0]
+    monkeypatch.setattr(NodeHealer, "_read", lambda self, n: old[n] if n in hidden[self.node] else read(self, n))
+    update, looks = NodeHealer._update, [0]
 
-    def updated(self: Node, now: float) -> None:
+    def updated(self: NodeHealer, now: float) -> None:
         looks[0] = self.node
         update(self, now)
 
     names = {node.id: node.node for node in launchers}
-    monkeypatch.setattr(Node, "_update", updated)
+    monkeypatch.setattr(NodeHealer, "_update", updated)
     monkeypatch.setattr(nodes, "_answers", lambda other: None if names[other.id] in hidden[looks[0]] else True)
     look(LATER, *launchers)
     late = LATER + LOST_S + 1
@@ -183,16 +183,16 @@ def test_two_halves_that_do_not_see_each_other_make_one_epoch(
     assert newest_epoch(first.folder) == 3
 
 
-def test_a_launcher_that_was_stopped_does_not_take_the_others_for_lost(start: Callable[..., list[Node]]) -> None:
-    """Its own pause counts for MOST_POLLS looks: a machine that was suspended wakes all of them at once."""
+def test_a_launcher_that_was_stopped_does_not_take_the_others_for_lost(start: Callable[..., list[NodeHealer]]) -> None:
+    """Its own pause counts for MOST_LOOKS looks: a machine that was suspended wakes all of them at once."""
     (node,) = start(0)
     began = node._last_look
-    assert node._tick(began + 100) == nodes.MOST_POLLS * nodes.POLL_S < LOST_S / 2
+    assert node._tick(began + 100) == nodes.MOST_LOOKS * nodes.SIGN_S < LOST_S / 2
     node._last_look = began + 100
-    assert node._tick(began + 100.5) == node._clock == nodes.MOST_POLLS * nodes.POLL_S + 0.5
+    assert node._tick(began + 100.5) == node._clock == nodes.MOST_LOOKS * nodes.SIGN_S + 0.5
 
 
-def test_losses_exceptions_and_requests_of_any_node_decide_for_all(start: Callable[..., list[Node]]) -> None:
+def test_losses_exceptions_and_requests_of_any_node_decide_for_all(start: Callable[..., list[NodeHealer]]) -> None:
     first, second, third = launchers = start(0, 1, 2)
     running(launchers)
     killed = Cause(137, "rank 3 was ended by SIGKILL", is_loss=True, ranks=(3,), is_final=False)
@@ -217,7 +217,7 @@ def test_losses_exceptions_and_requests_of_any_node_decide_for_all(start: Callab
 
 
 def test_a_node_that_returns_is_taken_at_the_next_step_and_one_that_leaves_is_left_out(
-    start: Callable[..., list[Node]],
+    start: Callable[..., list[NodeHealer]],
 ) -> None:
     first, second, third = launchers = start(0, 1, 2)
     running(launchers)
@@ -238,7 +238,7 @@ def test_a_node_that_returns_is_taken_at_the_next_step_and_one_that_leaves_is_le
     assert again._answer is None and stop.read_text() == GROWTH
 
 
-def test_all_nodes_that_are_asked_to_stop_end_the_run(start: Callable[..., list[Node]]) -> None:
+def test_all_nodes_that_are_asked_to_stop_end_the_run(start: Callable[..., list[NodeHealer]]) -> None:
     launchers = start(0, 1, 2)
     running(launchers)
     for node in launchers:
@@ -252,7 +252,7 @@ def test_all_nodes_that_are_asked_to_stop_end_the_run(start: Callable[..., list[
     assert {node._answer for node in launchers} == {EXIT_STOPPED}
 
 
-def test_a_finished_run_ends_all_launchers_and_a_spare(start: Callable[..., list[Node]]) -> None:
+def test_a_finished_run_ends_all_launchers_and_a_spare(start: Callable[..., list[NodeHealer]]) -> None:
     *launchers, spare = start(0, 1, 2, 3, spares=1)
     settle(0.5, *launchers, spare)
     for node in launchers:
@@ -265,7 +265,7 @@ def test_a_finished_run_ends_all_launchers_and_a_spare(start: Callable[..., list
     assert {node._answer for node in (*launchers, spare)} == {0}
 
 
-def test_an_epoch_is_made_once(start: Callable[..., list[Node]]) -> None:
+def test_an_epoch_is_made_once(start: Callable[..., list[NodeHealer]]) -> None:
     first, second = start(0, 1)
     alive = {node.node: Launcher(node.id, 1, "here", 1, 2, 0, None, "") for node in (first, second)}
     assert first._make(7, Restart(4, devices=[0, 1]), None, alive)
@@ -273,7 +273,7 @@ def test_an_epoch_is_made_once(start: Callable[..., list[Node]]) -> None:
     assert not second._make(7, None, 1, alive) and (first.folder / "epoch_000007.json").read_text() == content
 
 
-def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., list[Node]]) -> None:
+def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., list[NodeHealer]]) -> None:
     """The earlier run was stopped. Its launchers' files are still there while a node of the new start is late."""
     old = start(0, 1, 2)
     running(old)
@@ -290,7 +290,7 @@ def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., l
     assert newest_epoch(first.folder) == 2 and trains(third).world["WORLD_SIZE"] == "6"
 
 
-def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., list[Node]]) -> None:
+def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., list[NodeHealer]]) -> None:
     """Its ranks have ended with the first one, which the others notice at once."""
     first, second, _ = launchers = start(0, 1, 2)
     running(launchers)
@@ -300,7 +300,7 @@ def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., l
     assert first._why == second._why == "a node was lost"
 
 
-def test_one_launcher_of_a_node_at_a_time(start: Callable[..., list[Node]]) -> None:
+def test_one_launcher_of_a_node_at_a_time(start: Callable[..., list[NodeHealer]]) -> None:
     (first,) = start(0)
     look(0.0, first)
     (second,) = start(0)
@@ -314,7 +314,9 @@ def test_one_launcher_of_a_node_at_a_time(start: Callable[..., list[Node]]) -> N
         look(1.0, first)
 
 
-def test_a_folder_that_hangs_ends_the_ranks(start: Callable[..., list[Node]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_hangs_ends_the_ranks(
+    start: Callable[..., list[NodeHealer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A process that stands for a rank is killed by the thread that does not touch the folder."""
     launchers = start(0, 1, 2)
     running(launchers)
