@@ -233,6 +233,11 @@ GRADIENT_SYNC_BYTES = 4 + 2  # float32 gradients are reduced, bfloat16 weights a
 
 
 @functools.cache
+def _flops_per_sample(arch: Architecture, tokens: int) -> float:
+    """Counts the FLOP of a forward and backward pass over one sequence."""
+    return flops_per_pass(arch, [tokens])
+
+
 def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, backward: bool) -> float:
     """Estimates one pass over all samples, forward and backward or forward alone, without gradient sync.
 
@@ -248,7 +253,7 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     per_update = work.tokens * work.epochs / work.updates / replicas
     micro_batch = min(layout.tokens, max(per_update, 1.0))
     count = max(1, math.ceil(per_update / micro_batch))
-    flops = work.samples * flops_per_pass(work.arch, [round(work.sample_tokens)]) / (1 if backward else 3)
+    flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
     recompute = 4 / 3 if backward and layout.recompute else 1.0
     share, merging = recompute, 0.0  # of a forward and backward pass
     if work.lora is not None and work.lora.is_merged:
