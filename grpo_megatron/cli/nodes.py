@@ -20,16 +20,18 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grpo_megatron.cli.failures import END_FILE, Cause
 from grpo_megatron.cli.healing import MAX_LOSSES, Fallbacks, Healing
 from grpo_megatron.cli.ranks import STOP_NAME, Healer, Restart
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
-from grpo_megatron.planning.parameters import RunModels
 from grpo_megatron.storage.files import EPOCH, epoch_file, newest_epoch, write_file
 from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
+
+if TYPE_CHECKING:
+    from grpo_megatron.checks.validate import Checked
 
 FOLDER = "healing"
 NODE_RANK, NODE_ADDRESS = "GRPO_MEGATRON_NODE_RANK", "GRPO_MEGATRON_NODE_ADDRESS"  # set by slurm/ranks.sh
@@ -56,11 +58,11 @@ def node_problem(config: Config) -> str:
     )
 
 
-def build_healer(config: Config, models: RunModels) -> Healer:
+def build_healer(config: Config, checked: Checked) -> Healer:
     """Returns what decides how ranks start. Without `trainer.healing.layouts` they start once. Raises ConfigError."""
     if not config.trainer.healing.is_on:
         return Healer()
-    healing = Healing(config, Fallbacks(config, models, GPUS[REFERENCE]))
+    healing = Healing(config, Fallbacks(config, checked.models, GPUS[REFERENCE]))
     return NodeHealer(config, healing, int(os.environ[NODE_RANK])) if config.trainer.nnodes > 1 else healing
 
 

@@ -96,7 +96,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
     if starts_ranks:
         from grpo_megatron.parallel.heartbeat import LauncherWatch
 
-        healer = build_healer(config, checked.models)
+        healer = build_healer(config, checked)
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device, num_nodes = config.trainer.device, config.trainer.nnodes

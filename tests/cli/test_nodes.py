@@ -444,7 +444,7 @@ def test_a_node_dies_and_the_other_one_goes_on_alone_with_the_bits_of_an_undistu
 ) -> None:
     """Launcher, fork server and rank of node 1 are killed at once in the update of the second step."""
     raw = exact_run(root, tmp_path / "healed", 1, nnodes=2, healing=HEALING, save_freq=1, total_training_steps=3)
-    fault = {"point": "update_actor", "count": 2, "rank": 1, "action": "kill all"}
+    fault = {"point": "update_actor", "count": 2, "rank": 1, "action": "kill all", "once": str(tmp_path / "lost")}
     with TwoNodes(raw, tmp_path, SOAK_FAULT=json.dumps(fault)) as run:
         assert run.launchers[1].wait(300) == -signal.SIGKILL, run.text(1)
         assert run.launchers[0].wait(300) == 0, run.text(0)
