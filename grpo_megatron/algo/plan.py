@@ -418,11 +418,12 @@ def weigh(
 
 
 def kept_mini_batches(plan: Plan, table: GroupTable) -> list[int]:
-    """The numbers of the mini-batches in which a correction has left a token."""
+    """The numbers of the mini-batches in which a correction has left a token, or which have a row of an expert."""
     numbers = range(len(plan.mini_batches[0]))
     if not table.num_kept_tokens:
         return list(numbers)
-    return [i for i in numbers if any(table.num_kept_tokens[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
+    kept = [*table.num_kept_tokens[: len(table.of_policy())], *map(len, table.expert_spans[len(table.of_policy()) :])]
+    return [i for i in numbers if any(kept[row] for row in _rows_on_all_ranks(plan.mini_batches, i))]
 
 
 def critic_plan(

@@ -58,11 +58,13 @@ def print_comparison(options: CompareOptions) -> int:
 
 
 def check_against(base: Path, settings: EvaluationSettings) -> None:
-    """Check that an evaluation can be compared with a base, before it samples. Raises ConfigError."""
+    """Check that an evaluation, with the tasks that its folder has, can be compared with a base. Raises ConfigError."""
     kinds = {run.name: {"greedy": run.answers.greedy, "right": run.answers.samples > 0} for run in settings.runs}
     tasks = {run.name: {**run.identity(), **grader_identity(run), "problems": kinds[run.name]} for run in settings.runs}
+    path = settings.options.folder / "results.json"
+    earlier = read_result(path)["tasks"] if path.exists() else {}
     try:
-        comparable_tasks(read_result(base), {"tasks": tasks}, any_template=True)
+        comparable_tasks(read_result(base), {"tasks": {**earlier, **tasks}}, any_template=True)
     except ConfigError as error:
         raise ConfigError(f"--against {base}: {error} (A is the base, B this evaluation)") from None
 

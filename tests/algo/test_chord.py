@@ -7,6 +7,7 @@ gradient on log p -w phi = [-0.025, -0.01875, 0]. Without phi: 0.1 log 8, and -w
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,12 @@ def test_the_weights_of_a_mixed_batch() -> None:
     assert plan.advantages == [0.5, -0.5, 0.5, -0.5, None, None, None]
     assert plan.metrics["critic/unscorable_ratio"] == alone.metrics["critic/unscorable_ratio"] == 0.0
     assert observation_weights(plan, both, 1.0) == [0.0] * 7  # an expert's text is not the environment's
+    rejected = replace(
+        both, num_kept_tokens=[2, 4, 0, 0, 0, 0, 0]
+    )  # every token of step 2's samples: row 5 still teaches
+    plan, weights = mix(make_plan(rejected, algorithm, options, **sizes), rejected, 0.1)
+    assert sorted(rows_of_mini_batch(plan.mini_batches[0][1])) == [2, 3, 5] and weights[5] == pytest.approx(0.1 / 4)
+    assert plan.token_weights[2:] == [0.0] * 5
     nothing = make_plan(with_experts(table([], [], []), experts), algorithm, options, **sizes)
     assert sorted(rows_of_mini_batch(nothing.mini_batches[0][0])) == [0, 1, 2]  # no group was informative
 

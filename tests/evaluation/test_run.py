@@ -290,6 +290,16 @@ def test_a_base_with_other_settings_is_refused_before_anything_is_done(
     shown = capsys.readouterr()
     assert "num_problems 4 against 6" in shown.err and "A is the base" in shown.err
     assert not (tmp_path / "new").exists() and "sampl" not in shown.out
+    fill_ledger(folder, tmp_path / "out", 0.5)
+    assert main(command()) == 0
+    mixed = {**_without_paths(tmp_path / "out"), "gsm8k": _without_paths(tmp_path / "few")["gsm8k"]}
+    write_rows(
+        tmp_path / "few/results.json", [{**json.loads((tmp_path / "out/results.json").read_text()), "tasks": mixed}]
+    )
+    capsys.readouterr()  # the folder's other task is in the comparison at the end
+    assert main(command("--against", str(tmp_path / "few"), tasks="math")) == 2
+    shown = capsys.readouterr()
+    assert "task 'gsm8k'" in shown.err and "num_problems 4 against 6" in shown.err and not shown.out
 
 
 def test_programs_without_a_sandbox_need_the_users_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
