@@ -31,13 +31,19 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
             tempfile.TemporaryDirectory(prefix=".grpo_", dir=existing).cleanup()  # root may do more than it can
         except OSError as error:
             yield f"{k.trainer.output_dir}: {str(existing)!r} is not writable ({reason_of(error)}); choose another"
+    for problem in logger_problems(config):
+        if is_plan:
+            logger.warning("%s", Problem.of(problem).text)
+        else:
+            yield problem
+
+
+def logger_problems(config: Config) -> Problems:
+    """Looks up the packages of `trainer.logger`."""
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
-        if is_plan:
-            logger.warning("%s", error)
-        else:
-            yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
+        yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
 
 
 def package_problems(config: Config) -> Problems:
@@ -48,13 +54,18 @@ def package_problems(config: Config) -> Problems:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
+def engine_problems(config: Config) -> Problems:
+    """Checks that the engine runs on GPUs, which no other machine would change. Not for runs on the CPU."""
+    if config.rollout.engine == "transformers":
+        yield f"{keys_of(config).rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
+
+
 def device_problems(config: Config, world_size: int) -> Problems:
     """Checks that this machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     k, device, count = keys_of(config), config.trainer.device, count_cuda_devices()
     if device == "cpu" or (device == "auto" and count == 0):
         return
-    if config.rollout.engine == "transformers":
-        yield f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
+    yield from engine_problems(config)
     if config.colocates and config.rollout.free_cache_engine:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,9 +115,14 @@ def test_the_last_line_says_if_a_run_can_start(
     assert main.main(["train", str(run / "run.yaml"), "--dry-run", bare]) == 2
     assert f"NOT READY: model.path='{folder}' has no weights" in capsys.readouterr().err
     monkeypatch.setattr(machine, "engine_packages", lambda rollout: {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    on_gpus = ["trainer.device=cuda", "rollout.engine=transformers"]
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run", *on_gpus]) == 2
+    assert "NOT READY: rollout.engine=transformers on GPUs: this engine has no GPU path" in capsys.readouterr().err
     for arguments, expected in {
         (): "READY: without --dry-run the run starts",
         ("trainer.device=cuda", "rollout.engine=vllm"): "READY EXCEPT: trainer.device=cuda, but ",
+        ("trainer.logger=[wandb]",): "READY EXCEPT: trainer.logger=['wandb']: the package 'wandb' does not import",
     }.items():
         assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
     monkeypatch.setattr(plans, "on_disk", lambda folder: [folder / "checkpoints/step_000003"])
