@@ -54,18 +54,23 @@ def package_problems(config: Config) -> Problems:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
-def engine_problems(config: Config) -> Problems:
-    """Checks that the engine runs on GPUs, which no other machine would change. Not for runs on the CPU."""
-    if config.rollout.engine == "transformers":
+def is_auto_cpu(config: Config) -> bool:
+    """Says if `trainer.device=auto` is the CPU, because this machine has no CUDA devices."""
+    return config.trainer.device == "auto" and count_cuda_devices() == 0
+
+
+def gpu_engine_problems(config: Config) -> Problems:
+    """Checks that the engine runs on GPUs, where the run is for them: no other machine would change it."""
+    if config.rollout.engine == "transformers" and not (config.trainer.device == "cpu" or is_auto_cpu(config)):
         yield f"{keys_of(config).rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
 
 
 def device_problems(config: Config, world_size: int) -> Problems:
     """Checks that this machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     k, device, count = keys_of(config), config.trainer.device, count_cuda_devices()
-    if device == "cpu" or (device == "auto" and count == 0):
+    if device == "cpu" or is_auto_cpu(config):
         return
-    yield from engine_problems(config)
+    yield from gpu_engine_problems(config)
     if config.colocates and config.rollout.free_cache_engine:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():

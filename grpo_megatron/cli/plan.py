@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.algo import losses
 from grpo_megatron.checks.components import sources_of
+from grpo_megatron.checks.layout import cpu_engine_problems
 from grpo_megatron.checks.machine import (
     NO_DEVICE,
     device_problems,
-    engine_problems,
+    gpu_engine_problems,
+    is_auto_cpu,
     logger_problems,
     package_problems,
 )
@@ -314,10 +316,13 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
             f"NOT READY: model.path={str(path)!r} has no weights (*.safetensors); fetch them, or use the"
             " command plan, which needs none"
         )
-    if config.trainer.device == "cuda" and (never := list(engine_problems(config))):
+    if never := list(gpu_engine_problems(config)):
         raise ConfigError(f"NOT READY: {Problem.of(never[0]).text}")
     problems = [*logger_problems(config), *package_problems(config), *device_problems(config, world_size)]
-    problems += hardware_problems(config)
+    problems += [
+        *hardware_problems(config),
+        *(cpu_engine_problems(config, checked.arch) if is_auto_cpu(config) else ()),
+    ]
     missing = [] if checked.has_weights else ["the weights are still on the Hub"]
     missing += [Problem.of(problem).text.partition(";")[0] for problem in problems]
     missing += [f"in the episode above {text}" for who, text in checked.episode if who == "WARNING"]
