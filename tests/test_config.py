@@ -116,6 +116,7 @@ def test_optimizer_steps_of_five_training_steps(
             "actor.kl_coef=0.1",
             "did you mean 'actor.kl_loss_coef'? (elsewhere there is 'algorithm.kl_ctrl.kl_coef')",
         ),
+        ("actor.lr=1e-4", "unknown key 'actor.lr'; there is 'actor.optim.lr' and"),
         ("actor.megatron.tensor_parallel_size=2", "actor.megatron.tensor_model_parallel_size"),
         ("rollout.n=0", "rollout.n=0"),
         ("data.train_files=5", "data.train_files=5"),

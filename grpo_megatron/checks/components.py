@@ -77,8 +77,8 @@ def name_problems(config: Config) -> Problems:
             elif problem := signature_problem(function, registry.kind):
                 yield f"{key!r}: {problem}; change its parameters"
         except ValueError as error:
-            whole = f"; or set method={name}, which sets all keys of it" if name in methods() else ""
-            yield f"{key:key}: {error}{whole}"
+            whole = f"{name!r} is a method, not a {registry.kind}; set method={name}, which sets all keys of it"
+            yield f"{key:key}: {whole if name in methods() else error}"
         except Exception as error:  # whatever the user's module raises while it is imported
             yield f"{key!r}: importing it raised {type(error).__name__}: {error}; correct the module"
 
@@ -420,7 +420,7 @@ def environment_problems(config: Config) -> Problems:
         )
     if gives_rewards and (config.reward.function is not None or config.reward.components):
         unused = f"{k.reward.components:key}" if config.reward.components else f"{k.reward.function!r}"
-        yield f"{key} gives the rewards itself, and {unused} would not be called; leave it out"
+        yield f"{unused} would not be called, because {key} gives the rewards itself; leave it out"
     if gives_rewards and config.reward_paths and config.reward_model.combine == "replace":
         yield (
             f"{key} gives the rewards itself, and {k.reward_model.combine} would discard them; set combine=add, or leave"

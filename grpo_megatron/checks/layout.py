@@ -143,8 +143,15 @@ def family_problems(config: Config, arch: Architecture | None) -> Problems:
         yield f"{k.rollout.engine}: vllm 0.26 cannot change the weights of {arch.family}; install vllm 0.32"
     if arch.delta is not None:
         yield from _state_problems(config, arch, arch.delta)
-    if config.trainer.device != "cpu" or config.rollout.engine != "vllm" or not config.has_rollouts:
+    if config.trainer.device == "cpu":
+        yield from cpu_engine_problems(config, arch)
+
+
+def cpu_engine_problems(config: Config, arch: Architecture | None) -> Problems:
+    """Yields what vLLM cannot compute on a CPU. `arch` None: the model could not be read."""
+    if arch is None or config.rollout.engine != "vllm" or not config.has_rollouts:
         return
+    k, latent = keys_of(config), arch.latent
     if latent is None and arch.head_dim not in VLLM_CPU_HEADS:
         yield (
             f"{k.rollout.engine} on the CPU: its attention has heads of {', '.join(map(str, VLLM_CPU_HEADS))}, and this"

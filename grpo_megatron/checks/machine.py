@@ -31,13 +31,19 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
             tempfile.TemporaryDirectory(prefix=".grpo_", dir=existing).cleanup()  # root may do more than it can
         except OSError as error:
             yield f"{k.trainer.output_dir}: {str(existing)!r} is not writable ({reason_of(error)}); choose another"
+    for problem in logger_problems(config):
+        if is_plan:
+            logger.warning("%s", Problem.of(problem).text)
+        else:
+            yield problem
+
+
+def logger_problems(config: Config) -> Problems:
+    """Looks up the packages of `trainer.logger`."""
     try:
         check_loggers(config.trainer.logger)
     except ConfigError as error:
-        if is_plan:
-            logger.warning("%s", error)
-        else:
-            yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
+        yield from (Problem.of(problem, "trainer.logger") for problem in error.problems)
 
 
 def package_problems(config: Config) -> Problems:
@@ -48,13 +54,23 @@ def package_problems(config: Config) -> Problems:
             yield f"the package {name!r} is not installed; pip install {package}, as requirements/ pins it"
 
 
+def is_auto_cpu(config: Config) -> bool:
+    """Says if `trainer.device=auto` is the CPU, because this machine has no CUDA devices."""
+    return config.trainer.device == "auto" and count_cuda_devices() == 0
+
+
+def gpu_engine_problems(config: Config) -> Problems:
+    """Checks that the engine runs on GPUs, where the run is for them: no other machine would change it."""
+    if config.rollout.engine == "transformers" and not (config.trainer.device == "cpu" or is_auto_cpu(config)):
+        yield f"{keys_of(config).rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
+
+
 def device_problems(config: Config, world_size: int) -> Problems:
     """Checks that this machine has the CUDA devices that `trainer.device` asks for, one for each of its ranks."""
     k, device, count = keys_of(config), config.trainer.device, count_cuda_devices()
-    if device == "cpu" or (device == "auto" and count == 0):
+    if device == "cpu" or is_auto_cpu(config):
         return
-    if config.rollout.engine == "transformers":
-        yield f"{k.rollout.engine} on GPUs: this engine has no GPU path; set rollout.engine=vllm"
+    yield from gpu_engine_problems(config)
     if config.colocates and config.rollout.free_cache_engine:
         for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             if "expandable_segments:true" in (value := os.environ.get(name, "")).replace(" ", "").lower():

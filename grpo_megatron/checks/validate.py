@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from grpo_megatron.checks import components, inputs, layout, machine, methods, models, resume, reward_call
 from grpo_megatron.checks.components import CheckedEnvironment
 from grpo_megatron.checks.inputs import RunRows
+from grpo_megatron.checks.machine import is_auto_cpu
 from grpo_megatron.checks.models import CRITIC, MAIN, OTHERS, ModelFolders
 from grpo_megatron.checks.reward_call import RewardTrial
 from grpo_megatron.config import Config, ConfigError
@@ -283,6 +284,11 @@ CHECKS = (  # in the order in which problems are found
     Check("packages", lambda v: machine.package_problems(v.config), when=_is_run),
     Check("caches", lambda v: cache_problems(), when=_is_run),
     Check("devices", lambda v: machine.device_problems(v.config, v.world_size), when=_is_run),
+    Check(
+        "auto",
+        lambda v: layout.cpu_engine_problems(v.config, v.arch),
+        when=lambda v: _is_run(v) and is_auto_cpu(v.config),
+    ),
     Check("hardware", lambda v: hardware_problems(v.config), "actor.megatron", when=_is_run),
     Check("weights", Validation.check_weights),
     Check("tokenizer", Validation.read_tokenizer),

@@ -210,13 +210,14 @@ def _explain(error: Any) -> str:
             leaf, known, n=1
         )
         elsewhere = known_elsewhere(location)
-        if close and (elsewhere is None or elsewhere.startswith(SAME_NAME)):  # of this section first
+        section = ".".join(str(part) for part in error["loc"][:-1] if not isinstance(part, int))
+        is_below = elsewhere is not None and bool(section) and f"'{section}." in elsewhere
+        if close and not is_below and (elsewhere is None or elsewhere.startswith(SAME_NAME)):  # of this section first
             hint = f"; did you mean {'.'.join([*map(str, error['loc'][:-1]), close[0]])!r}?"
             hint += f" (elsewhere {elsewhere})" if elsewhere else ""
         else:
             below = "" if elsewhere and elsewhere.startswith(MEANT) else explained(error["input"], location)
             hint = "".join(f"; {text}" for text in (elsewhere, below) if text)
-        section = ".".join(str(part) for part in error["loc"][:-1] if not isinstance(part, int))
         listed = "" if hint else f" (known here: {', '.join(known)})"
         if len(listed) > MAX_LISTED and any(one.name.startswith(section) for one in config_keys(Config)):
             listed = f"; `grpo-megatron keys {section}` lists those of this section"

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING
 
 from grpo_megatron.algo import losses
 from grpo_megatron.checks.components import sources_of
-from grpo_megatron.checks.machine import NO_DEVICE, device_problems, package_problems
+from grpo_megatron.checks.layout import cpu_engine_problems
+from grpo_megatron.checks.machine import (
+    NO_DEVICE,
+    device_problems,
+    gpu_engine_problems,
+    is_auto_cpu,
+    logger_problems,
+    package_problems,
+)
 from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.cli.healing import Fallbacks
@@ -308,7 +316,13 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
             f"NOT READY: model.path={str(path)!r} has no weights (*.safetensors); fetch them, or use the"
             " command plan, which needs none"
         )
-    problems = [*package_problems(config), *device_problems(config, world_size), *hardware_problems(config)]
+    if never := list(gpu_engine_problems(config)):
+        raise ConfigError(f"NOT READY: {Problem.of(never[0]).text}")
+    problems = [*logger_problems(config), *package_problems(config), *device_problems(config, world_size)]
+    problems += [
+        *hardware_problems(config),
+        *(cpu_engine_problems(config, checked.arch) if is_auto_cpu(config) else ()),
+    ]
     missing = [] if checked.has_weights else ["the weights are still on the Hub"]
     missing += [Problem.of(problem).text.partition(";")[0] for problem in problems]
     missing += [f"in the episode above {text}" for who, text in checked.episode if who == "WARNING"]
@@ -566,7 +580,7 @@ def _few_rows(config: Config, checked: Checked) -> Iterator[str]:
         batches.append(("sft.train_batch_size", config.sft.train_batch_size, len(checked.supervised_rows)))
     for key, batch, found in batches:
         if 0 < found < batch:
-            yield f"{key}={batch} and {found} rows: every step has each row {batch / found:,.1f} times on average"
+            yield f"{key}={batch} and {counted(found, 'row')}: every step has each row {batch / found:,.1f} times on average"
 
 
 def _looped_requests(config: Config, models: RunModels) -> Iterator[str]:

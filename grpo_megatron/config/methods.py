@@ -82,7 +82,7 @@ MAY_DIFFER = {"actor.use_kl_loss", "actor.kl_loss_type", "actor.loss_agg_mode", 
 def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str, Any]]:
     """Finds the method of a config's estimator and loss: (its name, the keys that differ with the config's values).
 
-    Among several it is the one with the fewest such keys. One whose switch (`algorithm.dupo`) is off is none of them.
+    Among several it is the one with the fewest such keys. One that is off (`algorithm.dupo`, or a size of 0) is none.
     (None, {}): there is none.
     """
     candidates = []
@@ -91,7 +91,7 @@ def nearest_method(value_of: Callable[[str], Any]) -> tuple[str | None, dict[str
         others = {key: value_of(key) for key, value in keys.items() if value_of(key) != value}
         if others.get("actor.use_kl_loss") is False:
             others = {key: value for key, value in others.items() if not key.startswith("actor.kl_loss_")}
-        is_itself = not any(isinstance(keys[key], bool | str) for key in others.keys() - MAY_DIFFER)
+        is_itself = not any(isinstance(keys[key], bool | str) or others[key] == 0 for key in others.keys() - MAY_DIFFER)
         if is_itself and not others.keys() & {"actor.loss_mode", "algorithm.adv_estimator"}:
             candidates.append((name, others))
     return min(candidates, key=lambda pair: len(pair[1]), default=(None, {}))

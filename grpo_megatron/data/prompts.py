@@ -215,7 +215,7 @@ class RowRenderer:
     def fit(self, questions: list[tuple[int, Question]]) -> list[bool]:
         """Tell for each (row number, question) whether its prompt has at most data.max_prompt_length tokens."""
         if questions and questions[0][0] == 0:
-            self._check_tokenizer([self.text(*question) for question in questions[:CHECKED]])
+            check_tokenizer(self.tokenizer, [self.text(*question) for question in questions[:CHECKED]])
         sizes = self.rows.image_sizes
         fits = [number not in sizes and self.bound.fits(question) for number, question in questions]
         unsure = [place for place, is_certain in enumerate(fits) if not is_certain]
@@ -224,30 +224,32 @@ class RowRenderer:
             fits[place] = len(self._expanded(questions[place][0], ids)[0]) <= self.data.max_prompt_length
         return fits
 
-    def _check_tokenizer(self, texts: list[str]) -> None:
-        """Warn of the first prompt of which the tokenizer loses text, once for each tokenizer."""
-        if getattr(self.tokenizer, "loss_is_reported", False):
+
+def check_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
+    """Warn of the first prompt of which the tokenizer loses text, once for each tokenizer."""
+    texts = texts[:CHECKED]
+    if getattr(tokenizer, "loss_is_reported", False) or not texts:
+        return
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
+        back = tokenizer.decode(ids)
+        if _letters(back) != _letters(text):
+            lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
+            cause = (
+                "the model cannot read what its vocabulary lacks; write the rows without it, or take another model"
+                if _letters(text) != _letters(decoded_by_file(tokenizer, text))
+                else "that class does not fit its files; correct tokenizer_class in tokenizer_config.json, or name another"
+                " tokenizer"
+            )
+            logger.warning(
+                "the tokenizer (%s) turns %r into %r%s: %s",
+                tokenizer_classes(tokenizer),
+                text[:120],
+                back[:120],
+                f", without {lost!r}" if lost else "",
+                cause,
+            )
+            tokenizer.loss_is_reported = True
             return
-        for text, ids in zip(texts, self.tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
-            back = self.tokenizer.decode(ids)
-            if _letters(back) != _letters(text):
-                lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
-                cause = (
-                    "the model cannot read what its vocabulary lacks; write the rows without it, or take another model"
-                    if _letters(text) != _letters(decoded_by_file(self.tokenizer, text))
-                    else "that class does not fit its files; correct tokenizer_class in tokenizer_config.json, or set"
-                    " model.tokenizer_path"
-                )
-                logger.warning(
-                    "the tokenizer (%s) turns %r into %r%s: %s",
-                    tokenizer_classes(self.tokenizer),
-                    text[:120],
-                    back[:120],
-                    f", without {lost!r}" if lost else "",
-                    cause,
-                )
-                self.tokenizer.loss_is_reported = True
-                return
 
 
 def _letters(text: str) -> str:

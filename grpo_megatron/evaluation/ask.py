@@ -20,7 +20,7 @@ from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import open_source
 from grpo_megatron.convert.source import Source, dtype_name
 from grpo_megatron.data.images import PROCESSOR_FILES, ImageFormat
-from grpo_megatron.data.prompts import encode_prompts, image_format
+from grpo_megatron.data.prompts import check_tokenizer, encode_prompts, image_format
 from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer, read_end_tokens
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes
 from grpo_megatron.environments.pool import build_pool
@@ -209,6 +209,7 @@ def placed_prompt(
 ) -> Prompt:
     """Tokenise a rendered prompt, and put `images` into their places. Raises ValueError. `fields`: those of Prompt."""
     [ids] = encode_prompts([text], tokenizer, is_chat=is_chat)
+    check_tokenizer(tokenizer, [text])
     if images:
         ids, places = image_format(tokenizer).placed(ids, [image.size for image in images])
         images = [replace(image, first=first) for image, first in zip(images, places, strict=True)]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, problem_prompts, read_datasets
-from grpo_megatron.data.prompts import image_format
+from grpo_megatron.data.prompts import check_tokenizer, image_format
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.pool import find_environment, make_environment
@@ -85,6 +85,7 @@ def build_prompts(
     except ConfigError as error:
         raise with_options(error) from error
     texts = [prompt.text for prompt in prompts]
+    check_tokenizer(tokenizer, texts)
     unrendered = [json.dumps(prompt.messages) for prompt in prompts] if format == "chat" else texts
     images = image_format(tokenizer)
     return PromptSet(

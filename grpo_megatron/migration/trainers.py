@@ -461,7 +461,7 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     names = [str(name) for name in as_list(value)]
     if own := [name for name in names if name.startswith(SCRIPT)]:
         own_names = " and ".join(name[len(SCRIPT) :] for name in own)
-        return f"functions of a script that trains cannot be imported: move {own_names} to a module of their own"
+        return f"functions of a script that trains cannot be imported: move {own_names} to another module"
     if OVERLONG in names:
         return f"reward.overlong_buffer.len=256 is {OVERLONG}; name the other functions as reward.components"
     functions = [name.rpartition(".") if "." in name else ("trl.rewards", ".", name) for name in names]

@@ -462,7 +462,8 @@ def import_config(options: ImportOptions) -> int:
     result = translate(settings, OTHER_TRAINERS[options.trainer])
     text = as_yaml(result, f"{file.name}, of {options.trainer}")
     is_shown = output is None and sys.stdout.isatty()  # the terminal shows them as comments
-    for written, warning in () if is_shown else [*result.warnings, *(n for n in result.notes if n[1] == SECRET)]:
+    warnings = [*result.warnings, *(note for note in result.notes if note[1] == SECRET)]
+    for written, warning in () if is_shown else warnings:
         print(f"warning: {written}: {warning}", file=sys.stderr)
     if output is None:
         print(visible(text), end="")
@@ -475,7 +476,8 @@ def import_config(options: ImportOptions) -> int:
         raise ConfigError(f"cannot write --output {output}: {reason_of(error)}") from error
     left = sum(value == CHANGE_ME for value, _ in result.values.values())
     print(
-        f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME}; {len(result.warnings)} warnings",
+        f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME};"
+        f" {len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}",
         file=sys.stderr,
     )
     print(f"next: {COMMAND_NAME} train {shlex.quote(str(output))} --dry-run", file=sys.stderr)

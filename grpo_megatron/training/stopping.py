@@ -218,7 +218,8 @@ class Stopping:
         )
         if self.mesh.rank == 0:
             record(self.config.output_dir, "stopped", steps_done, checkpoint, exit_code)
-            add_event(self.config.output_dir, "stopped", steps_done, text)
+            of_run = steps_done if self.steps == "steps" else None  # those of the warm-up have numbers of their own
+            add_event(self.config.output_dir, "stopped", of_run, text)
             print(text, flush=True)
         self.mesh.barrier()  # torchrun ends all ranks when the first one ends: let rank 0 print and record first
         raise Stopped(text, exit_code)

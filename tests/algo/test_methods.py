@@ -177,6 +177,10 @@ def test_an_imported_config_names_the_nearest_method(tmp_path: Path, capsys: pyt
     (tmp_path / "verl.yaml").write_text("\n".join(sections))
     assert main(["import", "verl", str(tmp_path / "verl.yaml")]) == 0
     assert "# Nearest method: `method: dapo`, with actor.clip_ratio_c=10.0\n" in capsys.readouterr().out
+    text = "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_coef: 0.001}}\nalgorithm: {adv_estimator: grpo}\n"
+    (tmp_path / "plain.yaml").write_text(text)
+    assert main(["import", "verl", str(tmp_path / "plain.yaml")]) == 0
+    assert "chord" not in capsys.readouterr().out  # whose batch of expert rows is 0 here
 
 
 def test_the_table_of_the_docs_is_made_of_the_blocks() -> None:

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
-from grpo_megatron.checks import machine
+from grpo_megatron.checks import layout, machine
 from grpo_megatron.cli import main
 from grpo_megatron.cli import plan as plans
 from grpo_megatron.cli.config_file import load_config
@@ -114,13 +115,23 @@ def test_the_last_line_says_if_a_run_can_start(
     assert main.main(["train", str(run / "run.yaml"), "--dry-run", bare]) == 2
     assert f"NOT READY: model.path='{folder}' has no weights" in capsys.readouterr().err
     monkeypatch.setattr(machine, "engine_packages", lambda rollout: {})
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    on_gpus = ["trainer.device=cuda", "rollout.engine=transformers"]
+    assert main.main(["train", str(run / "run.yaml"), "--dry-run", *on_gpus]) == 2
+    assert "NOT READY: rollout.engine=transformers on GPUs: this engine has no GPU path" in capsys.readouterr().err
     for arguments, expected in {
         (): "READY: without --dry-run the run starts",
         ("trainer.device=cuda", "rollout.engine=vllm"): "READY EXCEPT: trainer.device=cuda, but ",
+        ("trainer.logger=[wandb]",): "READY EXCEPT: trainer.logger=['wandb']: the package 'wandb' does not import",
     }.items():
         assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
     monkeypatch.setattr(plans, "on_disk", lambda folder: [folder / "checkpoints/step_000003"])
     assert "READY: without --dry-run the run goes on after step 3 of 4, from " in plan(run, capsys)
+    auto = ("trainer.device=auto", "rollout.engine=vllm")  # which is the CPU here
+    monkeypatch.setattr(layout, "VLLM_CPU_HEADS", (7,))
+    assert "READY EXCEPT: rollout.engine=vllm on the CPU: its attention has heads of 7" in plan(run, capsys, *auto)
+    assert main.main(["train", str(run / "run.yaml"), *auto]) == 2  # not after ranks have started
+    assert "rollout.engine=vllm on the CPU: its attention has heads of 7" in capsys.readouterr().err
 
 
 def test_a_mistyped_model_is_all_that_a_plan_reports(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

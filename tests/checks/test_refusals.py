@@ -134,6 +134,7 @@ rollout.min_p=0.1 => set rollout.top_k=64, say, which bounds them
 TEACHER rollout.top_k=20 => cuts the policy's distribution, and teachers score the full vocabulary
 actor.echo_coef=0.1 => actor.echo_coef=0.1 has no effect with rollout.multi_turn.environment=null
 reward.length.kind=target => reward.length.kind=target needs reward.length.target_len
+actor.loss_mode=dapo => 'dapo' is a method, not a policy loss; set method=dapo, which sets all keys of it
 actor.loss_mode=gspo => set loss_agg_mode=seq-mean-token-mean
 actor.loss_mode=OWN:preference algorithm.adv_estimator=OWN:pairs => =seq-mean-token-mean or seq-mean-token-sum
 DPO => actor.loss_mode=dpo needs pairs, and algorithm.adv_estimator='grpo' makes none
@@ -278,7 +279,7 @@ PLAYS=OWN:Talk data.apply_chat_template=false => set data.apply_chat_template=tr
 PLAYS=OWN:Talk data.val_tasks=[math500] => name the files in data.val_files
 PLAYS=command rollout.multi_turn.kwargs.command=[python] rollout.temperature=0.8 => is what requests of the program may name
 PLAYS=OWN:Talk data.max_response_length=400 rollout.multi_turn.max_tool_response_length=400 => 400 tokens of one observation
-PLAYS=OWN:Game reward.function=gsm8k => reward.function='gsm8k' would not be called
+PLAYS=OWN:Game reward.function=gsm8k => reward.function='gsm8k' would not be called, because rollout.multi_turn.environment=
 PLAYS=OWN:Game 'PARTS=[{name: format}]' => reward.components would not be called
 PLAYS=OWN:Game reward_model.path=rm => reward_model.combine=replace would discard them; set combine=add
 # a model that learns to score

@@ -20,6 +20,7 @@ from grpo_megatron.data.prompts import BOUNDARY, LengthBound, load_prompts, most
 from grpo_megatron.data.responses import load_offline_groups
 from grpo_megatron.data.rows import Question
 from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.evaluation.ask import placed_prompt
 from grpo_megatron.starting.generated import build_tokenizer
 from tests.files import DATA, QWEN_SMALL, WHOLE, load_supervised, row_files
 from tests.runs import write_tokenizer
@@ -85,6 +86,10 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     load_prompts(PLAIN, user, load_tokenizer(tmp_path / "words", PLAIN))
     about = "(saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'user 2' into '2', without 'user': that class does not"
     assert about in caplog.text
+    caplog.clear()
+    words = load_tokenizer(tmp_path / "words", PLAIN)
+    placed_prompt(words, "generate/0", "Paul 2", [], is_chat=False)  # of the command `generate`
+    assert "turns 'Paul 2' into '2'" in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 

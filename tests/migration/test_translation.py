@@ -157,7 +157,7 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "load_dataset('trl-lib/DeepMath-103K', split='train'): data.train_files: rows that the script makes" in told
     (tmp_path / "ours.yaml").unlink()
     config, written = imported("trl", TRL_OWN.format(rewards="brief", peft=None), ".py", tmp_path)
-    assert "move brief to a module of their own" in written
+    assert "move brief to another module" in written
     assert 'train_batch_size: "CHANGE_ME"' in written and "number of processes x 4 x 2 samples" in written
 
 
@@ -515,7 +515,7 @@ def test_a_token_is_not_written_and_its_tracker_is_on(
         told = capsys.readouterr().err
         assert config.trainer.logger == ["jsonl", "console", "wandb"] and token not in text + told
         assert f'{key}="<redacted>": a secret is not written: give it in the environment (WANDB_API_KEY' in told
-        assert told.count("warning: ") == 1 and config.model.dtype == "bfloat16"
+        assert told.count("warning: ") == 1 and "; 1 warning\n" in told and config.model.dtype == "bfloat16"
         assert "These change the run" not in text
 
 

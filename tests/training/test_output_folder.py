@@ -25,7 +25,7 @@ from grpo_megatron.storage.run_files import on_disk, steps_of
 from grpo_megatron.training import checkpoint
 from grpo_megatron.training.checkpoint import Checkpoints, checkpoint_bytes
 from grpo_megatron.training.output_folder import OutputFolder, record_config
-from grpo_megatron.training.stopping import Stopping
+from grpo_megatron.training.stopping import REASONS, Stopped, Stopping
 from tests import tiny
 from tests.fakes import FakeStopping, LoneMesh, only
 from tests.fakes import run_trainer as run
@@ -90,6 +90,15 @@ def test_a_folder_that_is_deleted_during_the_run(tmp_path: Path) -> None:
             with pytest.raises(RankError, match=r"cannot go on in .*/out: the folder was deleted or replaced"):
                 stopping.after(2, lambda steps_done: out)
             open_folder(out).close()
+
+
+@pytest.mark.parametrize(("steps", "expected"), [("steps", 2), ("warm-up steps", None)])
+def test_steps_of_the_warm_up_are_no_steps_of_the_run(steps: str, expected: int | None, tmp_path: Path) -> None:
+    """`watch` named step 100 of a run of 40 steps."""
+    stopping = Stopping(TrainerConfig(output_dir=tmp_path), LoneMesh(), None, steps)
+    with mock.patch.object(stopping, "_reason", lambda steps_done: REASONS.index("SIGINT")), pytest.raises(Stopped):
+        stopping.after(2, lambda steps_done: tmp_path)
+    assert json.loads((tmp_path / "events.jsonl").read_text())["step"] == expected
 
 
 # -- an earlier run ----------------------------------------------------------------------------------------------------
