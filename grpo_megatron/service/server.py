@@ -272,7 +272,8 @@ class Server:
         jobs = tuple(job for job in samples if job.target.folder == folder)
         if self._num_alone > 0:
             jobs, self._num_alone = jobs[:1], self._num_alone - 1
-        self._samples = [job for job in samples if job not in jobs]
+        taken = {job.id for job in jobs}
+        self._samples = [job for job in samples if job.id not in taken]
         if folder is not None and not folder.exists():
             for job in jobs:
                 self._fail(job, f"the checkpoint {job.target.path or ''} of this sampling session was removed")
