@@ -116,8 +116,9 @@ def start_server(config: Config, checked: Any) -> Any:
 
 def run_commands(work: Any, server: Any) -> None:
     """Run the server's commands until SIGTERM or SIGINT. `server`: on rank 0. Raises what not all ranks have alike."""
+    from grpo_megatron.cli.failures import LOST_CONNECTION
     from grpo_megatron.models.weights.stream import WeightsError
-    from grpo_megatron.parallel.mesh import LostRank, RankError
+    from grpo_megatron.parallel.mesh import RankError
     from grpo_megatron.service.store import FAILED
     from grpo_megatron.service.wire import RequestError
 
@@ -139,18 +140,19 @@ def run_commands(work: Any, server: Any) -> None:
             method, arguments, options, note = sent
             try:
                 result = getattr(work, method)(*arguments, **options)
-            except LostRank:
-                raise
             except (RequestError, RankError, WeightsError) as error:
+                if getattr(error, "is_loss", False):
+                    raise
                 problem = error
             except Exception as error:
-                text, is_known = f"{type(error).__name__}: {error}", False
+                text, is_known = f"{type(error).__name__}: {error}"[:1000], False
                 if work.mesh.world_size > 1:
                     with contextlib.suppress(OSError), note.open("a") as file:
-                        file.write(f"{FAILED}{' '.join(text.split())[:1000]}\n")
+                        if not LOST_CONNECTION.search(text):  # else the cause is another rank
+                            file.write(f"{FAILED}{' '.join(text.split())}\n")
                     raise
                 traceback.print_exc()
-                problem = RankError(FAILED + text[:1000])
+                problem = RankError(FAILED + text)
             if server is not None:
                 server.finish(command, result, problem)
             if not is_known:
