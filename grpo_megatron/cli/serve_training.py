@@ -116,6 +116,8 @@ def start_server(config: Config, checked: Any) -> Any:
 
 def run_commands(work: Any, server: Any) -> None:
     """Run the server's commands until SIGTERM or SIGINT. `server`: on rank 0. Raises what not all ranks have alike."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     from grpo_megatron.cli.failures import LOST_CONNECTION
     from grpo_megatron.models.weights.stream import WeightsError
     from grpo_megatron.parallel.mesh import RankError
@@ -144,8 +146,8 @@ def run_commands(work: Any, server: Any) -> None:
                 if getattr(error, "is_loss", False):
                     raise
                 problem = error
-            except Exception as error:
-                text, is_known = f"{type(error).__name__}: {error}"[:1000], False
+            except (Exception, CheckpointException) as error:  # the latter is a BaseException, its reason at the end
+                text, is_known = f"{type(error).__name__}: {str(error)[-1000:]}", False
                 if work.mesh.world_size > 1:
                     with contextlib.suppress(OSError), note.open("a") as file:
                         if not LOST_CONNECTION.search(text):  # else the cause is another rank
