@@ -533,8 +533,8 @@ class Server:
             raise RequestError(f"{model_id} exists, and began otherwise; use a new model_seq_id")
         if model_id not in self.models:
             self._restore(model)  # raises before the model is known
-            self.models[model_id] = model
             self.store.create_model(model_id, {"owner": owner, "session": session.id, "origin": origin})
+            self.models[model_id] = model  # after the disk, which may be full
             if origin["source"] is not None:
                 self._take_snapshot(model, 0)  # the checkpoint may be removed
             self._arrival.notify()
