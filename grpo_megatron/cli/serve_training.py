@@ -1,14 +1,17 @@
 """The command `serve-training CONFIG`: the ranks of a config, and on rank 0 the server. Each command runs on all ranks.
 
-Rank 0 takes the next command from the server, and broadcasts it. An error of a command that all ranks have alike is the answer
-to its requests; any other ends the ranks. A later start goes on from the folder (store.py).
+Rank 0 takes the next command from the server, and broadcasts it. An error that all ranks have alike, or that a single rank has,
+is the answer to the command's requests; any other ends the ranks, as the others may wait in a collective. It is in the
+folder then (store.py), and a later start answers with it, and goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,7 +64,8 @@ def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int]
         if config.trainer.nnodes > 1:
             raise ConfigError("trainer.nnodes: start the command on each node under torchrun (docs/service.md)")
         assert start_ranks is not None
-        return start_ranks(world_size, config.trainer.device)
+        code = start_ranks(world_size, config.trainer.device)
+        return 0 if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else code  # as one rank
     serve(checked)
     return 0
 
@@ -112,8 +116,12 @@ def start_server(config: Config, checked: Any) -> Any:
 
 def run_commands(work: Any, server: Any) -> None:
     """Run the server's commands until SIGTERM or SIGINT. `server`: on rank 0. Raises what not all ranks have alike."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from grpo_megatron.cli.failures import LOST_CONNECTION
     from grpo_megatron.models.weights.stream import WeightsError
-    from grpo_megatron.parallel.mesh import LostRank, RankError
+    from grpo_megatron.parallel.mesh import RankError
+    from grpo_megatron.service.store import FAILED
     from grpo_megatron.service.wire import RequestError
 
     asked: list[int] = []
@@ -124,22 +132,33 @@ def run_commands(work: Any, server: Any) -> None:
     try:
         while True:
             command = server.take(TICK_S) if server is not None else None
-            sent = command and (command.method, command.arguments, command.options)
+            sent = command and (command.method, command.arguments, command.options, server.running)
             sent, is_over = work.mesh.broadcast((sent, bool(asked)))
             if is_over:
                 return
             if sent is None:
                 continue
-            result, problem = None, None
-            method, arguments, options = sent
+            result, problem, is_known = None, None, True
+            method, arguments, options, note = sent
             try:
                 result = getattr(work, method)(*arguments, **options)
-            except LostRank:
-                raise
             except (RequestError, RankError, WeightsError) as error:
+                if getattr(error, "is_loss", False):
+                    raise
                 problem = error
+            except (Exception, CheckpointException) as error:  # the latter is a BaseException, its reason at the end
+                text, is_known = f"{type(error).__name__}: {str(error)[-1000:]}", False
+                if work.mesh.world_size > 1:
+                    with contextlib.suppress(OSError), note.open("a") as file:
+                        if not LOST_CONNECTION.search(text):  # else the cause is another rank
+                            file.write(f"{FAILED}{' '.join(text.split())}\n")
+                    raise
+                traceback.print_exc()
+                problem = RankError(FAILED + text)
             if server is not None:
                 server.finish(command, result, problem)
+            if not is_known:
+                work.recover()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -32,11 +32,12 @@ from starlette.responses import JSONResponse, Response
 from grpo_megatron.config import ServiceConfig
 from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service import wire
-from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject, Store, numbered
+from grpo_megatron.service.store import CHECKPOINT_KINDS, FAILED, JsonObject, Store, numbered
 from grpo_megatron.service.wire import RequestError, read_json_request
 from grpo_megatron.service.work import Sampled, SampleJob
 
 POLL_S = 30.0  # seconds that a client waits for an answer before it asks again
+MAX_STARTS = 3  # of a command that ends the server each time
 MAX_AHEAD = 4096  # requests of one model that may arrive before one with a lower number
 MAX_KEPT_BYTES = 1 << 30  # of answers in memory that nobody has fetched; those of training are on disk, too
 SNAPSHOT_SHARE = 0.05  # of a model's computing time, that its snapshots take at most
@@ -47,7 +48,12 @@ SAVES = {
     "save_weights_external": "external_weights",
 }
 METHODS = {"weights": "save", "sampler_weights": "snapshot", "external_weights": "export"}  # of Work
-JSON = "application/json"
+# First byte of a stored answer -> its media type. E: the error of a request that changed nothing, and does not run again.
+MEDIA = {b"P": wire.PROTOBUF, b"J": "application/json", b"E": "application/json"}
+NOT_FINITE = {
+    "step": "the gradient is not finite: no step was made, and the gradients are dropped",
+    "pass": "the loss is not finite: its data or the last steps are too large. Its gradients stay until optim_step",
+}
 
 
 @dataclass(frozen=True)
@@ -149,8 +155,10 @@ class Server:
         self._ready: collections.deque[Job] = collections.deque()  # of models
         self._commands: collections.deque[RankCommand] = collections.deque()  # before all jobs
         self._samples: list[Job] = []
+        self._num_alone = 0  # samples that run alone, as one of them failed among others
         self._removed: list[Path] = []  # checkpoints whose folder goes when no rank reads it
         self._began = 0.0  # when `take` returned the command that runs
+        self.running = store.folder  # the file of this command
         self._kept = 0  # bytes of answers in memory
         self._fetched: dict[str, tuple[float, Path]] = {}  # samples -> when their answer was asked for, their file
         self._arrival = threading.Condition(self.lock)
@@ -178,6 +186,27 @@ class Server:
             for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
                 with contextlib.suppress(RequestError):
                     self._add_sample(sampler, seq, read_json_request(wire.SampleRequest, body))
+        for path in sorted((self.store.folder / "running").iterdir()):
+            self._recall_running(path)
+
+    def _recall_running(self, path: Path) -> None:
+        """End a request, or a model, whose command ended the ranks with an error, or the server MAX_STARTS times."""
+        first, *later = path.read_text().splitlines() or [""]
+        job, model = self.jobs.get(first), self.models.get(path.name.rpartition(":")[0])
+        self._num_alone = len(self._samples)
+        failed = [line for line in later if line.startswith(FAILED)]
+        if " " in first:  # samples: which of them was it?
+            path.unlink()
+        elif not failed and len(later) < MAX_STARTS - 1:
+            return
+        elif job is not None:
+            (self._samples if job.kind == "sample" else self._ready).remove(job)
+            self._fail(job, failed[0] if failed else f"{FAILED}it ended {MAX_STARTS} times", "server")
+            if job.kind != "sample":  # the request of a sample stays until the answer is fetched
+                path.unlink()
+        elif model is not None:
+            model.is_failed = model.is_loaded = True  # until somebody removes the file
+            self._commands = collections.deque(one for one in self._commands if one.model is not model)
 
     def _restore(self, model: Model) -> None:
         """Bring a model into memory: its last snapshot or its beginning, and then the requests since, again."""
@@ -200,9 +229,9 @@ class Server:
         folder, first = self.store.model(model.id), 1 + (snapshot[0] if snapshot else 0)
         answered = self.store.numbers(folder / "results")
         for seq, body in self.store.requests(folder / "requests").items():
-            if seq < first:
+            if seq < first or self.store.is_void(model.id, seq):
                 continue
-            job = self._read_job(model, seq, body)
+            job = self.jobs.get(f"{model.id}:{seq}") or self._read_job(model, seq, body)
             job.is_again = seq in answered
             if not job.is_again:
                 self.jobs[job.id] = job
@@ -220,6 +249,11 @@ class Server:
             while True:
                 self._end_sessions()
                 command, self._began = self._next(), time.monotonic()
+                if command is not None:
+                    names = [job.id for job in command.jobs] or [f"{command.arguments[0]}:{command.method}"]
+                    self.running = self.store.folder / "running" / names[0]
+                    with self.running.open("a") as file:
+                        file.write(" ".join(names) + "\n")
                 if command is not None or self._began >= end:
                     return command
                 self._arrival.wait(TOGETHER_S if self._samples else timeout_s)
@@ -236,10 +270,13 @@ class Server:
             return None
         folder = samples[0].target.folder
         jobs = tuple(job for job in samples if job.target.folder == folder)
-        self._samples = [job for job in samples if job.target.folder != folder]
+        if self._num_alone > 0:
+            jobs, self._num_alone = jobs[:1], self._num_alone - 1
+        taken = {job.id for job in jobs}
+        self._samples = [job for job in samples if job.id not in taken]
         if folder is not None and not folder.exists():
             for job in jobs:
-                self._answer(job, error=f"the checkpoint {job.target.path or ''} of this sampling session was removed")
+                self._fail(job, f"the checkpoint {job.target.path or ''} of this sampling session was removed")
             return self._next()
         return RankCommand("sample", (folder, [job.request for job in jobs]), jobs=jobs)
 
@@ -272,33 +309,36 @@ class Server:
                 shutil.rmtree(self.store.model(model.id) / name, ignore_errors=True)
             return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
         except RequestError as error:
-            self._answer(job, error=str(error))
+            self._fail(job, str(error))
             return None
 
     def finish(self, command: RankCommand, result: Any, error: Exception | None) -> None:
         """Answer the jobs of a command."""
         model = command.model
         with self.lock:
+            self.running.unlink()
             if error is not None:
+                is_request = isinstance(error, RequestError)
+                if len(command.jobs) > 1 and not is_request:
+                    self._samples, self._num_alone = [*command.jobs, *self._samples], len(command.jobs)
+                    return
                 for job in command.jobs:
-                    self._answer(
-                        job, error=str(error), category="user" if isinstance(error, RequestError) else "server"
-                    )
+                    self._fail(job, str(error), "user" if is_request else "server")
                 if model is not None and not command.jobs and command.method in ("load", "create"):
                     model.is_failed = True
+                elif model is not None and command.method in ("load", "step") and not model.is_failed:
+                    self._bring_back(model)
                 return
             for number, job in enumerate(command.jobs):
                 if job.kind == "sample":
-                    self._answer(job, wire.PROTOBUF, _sample_bytes(result[number]))
+                    self._answer(job, b"P", _sample_bytes(result[number]))
+                elif job.kind in NOT_FINITE and not math.isfinite(result if job.kind == "step" else result[1]):
+                    self._answer(job, b"J", {"error": NOT_FINITE[job.kind], "category": "user"})
                 elif job.kind == "pass":
                     metrics = {"loss:sum": result[1], "num_tokens:sum": float(sum(map(len, result[0])))}
-                    self._answer(job, wire.PROTOBUF, wire.pass_response(result[0], metrics))
-                elif job.kind == "step" and not math.isfinite(result):
-                    self._answer(
-                        job, error="the gradient is not finite: no step was made, and the gradients are dropped"
-                    )
+                    self._answer(job, b"P", wire.pass_response(result[0], metrics))
                 else:
-                    self._answer(job, JSON, json.dumps(self._done(job, command, result)).encode())
+                    self._answer(job, b"J", self._done(job, command, result))
             if model is None:
                 return
             seconds = time.monotonic() - self._began
@@ -308,9 +348,26 @@ class Server:
                 is_due = model.snapshot_s <= SNAPSHOT_SHARE * model.busy_s
                 if is_due and model.steps >= self.config.snapshot_steps:
                     self._take_snapshot(model, command.jobs[0].seq)
+            elif command.method == "load" and command.jobs:
+                model.passes = 0
+                self._take_snapshot(model, command.jobs[0].seq)  # the checkpoint may be removed
             elif command.method == "save" and not command.jobs:
                 model.busy_s, model.snapshot_s = 0.0, seconds
                 self.store.remove_replaced(model.id, int(command.arguments[1].name.removeprefix("state_")))
+
+    def _bring_back(self, model: Model) -> None:
+        """Restore a model that a failed command may have left half changed."""
+        self._ready = collections.deque(job for job in self._ready if job.target is not model)
+        self._commands.append(RankCommand("drop", (model.id,)))
+        model.is_loaded = False
+        self._restore(model)
+
+    def _fail(self, job: Job, error: str, category: str = "user") -> None:
+        """Answer a job that has not changed its model, so that it does not run again."""
+        if job.is_again:  # its client has another answer
+            job.target.is_failed = True
+        else:
+            self._answer(job, b"E", {"error": error, "category": category})
 
     def _take_snapshot(self, model: Model, seq: int) -> None:
         model.steps = 0
@@ -339,15 +396,13 @@ class Server:
             return {"sampling_session_id": self._add_sampler(model.session, job.owner, number, path, folder).id}
         return {"path": path, **({"size_bytes": size} if job.kind == "external_weights" else {})}
 
-    def _answer(
-        self, job: Job, media: str = JSON, content: bytes = b"", *, error: str = "", category: str = "user"
-    ) -> None:
-        if error:
-            content = json.dumps({"error": error, "category": category}).encode()
-        job.answer, job.request = (media, content), None
+    def _answer(self, job: Job, form: bytes, content: bytes | JsonObject) -> None:
+        if isinstance(content, dict):
+            content = json.dumps(content).encode()
+        job.answer, job.request = (MEDIA[form], content), None
         if isinstance(job.target, Model) and job.seq:
             place = numbered(self.store.model(job.target.id) / "results", job.seq)
-            self.store.write(place, (b"P" if media == wire.PROTOBUF else b"J") + content)
+            self.store.write(place, form + content)
             self.jobs.pop(job.id, None)
             content = b""
         self._kept += len(content)
@@ -396,7 +451,7 @@ class Server:
         busy = {id(job.target) for job in self._ready} | {id(command.model) for command in self._commands}
         for model in self.models.values():
             if model.is_loaded and self.sessions[model.session].is_over and id(model) not in busy:
-                if model.steps and not model.passes:
+                if model.steps and not model.passes and not model.is_failed:
                     self._take_snapshot(model, model.next_seq - 1)
                 model.is_loaded = False
                 self._commands.append(RankCommand("drop", (model.id,)))
@@ -478,13 +533,13 @@ class Server:
             raise RequestError(f"{model_id} exists, and began otherwise; use a new model_seq_id")
         if model_id not in self.models:
             self._restore(model)  # raises before the model is known
-            self.models[model_id] = model
             self.store.create_model(model_id, {"owner": owner, "session": session.id, "origin": origin})
+            self.models[model_id] = model  # after the disk, which may be full
             if origin["source"] is not None:
                 self._take_snapshot(model, 0)  # the checkpoint may be removed
             self._arrival.notify()
         job = self.jobs[f"{model_id}:new"] = Job(f"{model_id}:new", owner, "new", None, model)
-        self._answer(job, JSON, json.dumps({"model_id": model_id}).encode())
+        self._answer(job, b"J", {"model_id": model_id})
         return {"request_id": job.id, "model_id": model_id}
 
     def add_request(self, path: str, content: bytes, owner: str) -> JsonObject:
@@ -609,9 +664,11 @@ class Server:
         wire.check_tokens("prompt", prompt, self.served.vocab_size, most - 1)
         if last is not None and last >= len(prompt):
             raise RequestError(f"prompt_logprobs_last_n={last} of a prompt of {len(prompt)} tokens")
-        stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop
-        if stop == [] or "" in (stop or ()) or len(stop or ()) > 64:
-            raise RequestError("stop: 1 to 64 texts or ids; the model's end tokens always end a response here")
+        stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
+        if "" in stop or len(stop) > 64:
+            raise RequestError(
+                "stop: at most 64 ids or texts, none empty; the model's end tokens always end a response"
+            )
         # A seed alone decides; without one, the client's own numbers do: the same client has the same samples.
         place = [sampler.id.partition(":")[2], seq] if settings.seed is None else []
         base = [self.served.seed, *place, settings.seed, prompt.tolist()]
@@ -622,8 +679,8 @@ class Server:
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k or -1,
-            stop_token_ids=tuple(one for one in stop or () if isinstance(one, int)),
-            stop=tuple(one for one in stop or () if isinstance(one, str)),
+            stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+            stop=tuple(one for one in stop if isinstance(one, str)),
             num_scored=(last or len(prompt) - 1) if request.prompt_logprobs else None,
         )
         made = Job(f"{sampler.id}:{seq}", sampler.owner, "sample", job, sampler, seq)
@@ -665,7 +722,7 @@ class Server:
         if not path.exists():
             raise RequestError(f"the answer to {request_id[:200]} is no longer kept; send the request again", 410)
         content = path.read_bytes()
-        return Response(content[1:], media_type=wire.PROTOBUF if content[:1] == b"P" else JSON)
+        return Response(content[1:], media_type=MEDIA[content[:1]])
 
 
 def digest(token: str) -> str:

@@ -8,6 +8,7 @@ models/ID/requests/0000000013    requests after the snapshot, as they came: to b
 models/ID/results/0000000013     answers, until many later ones are there
 models/ID/weights/NAME        a client's checkpoints with their optimizer; sampler_weights, external_weights: Hugging Face's
                               or PEFT's form. NAME.json beside it is written when the folder is complete
+running/REQUEST               of the command that runs: its requests, a line for each start; or why it ended the ranks
 samplers/ID.json              a sampling session: the weights that it reads
 samplers/ID/0000000003          its requests that have no retrieved answer
 """
@@ -32,6 +33,9 @@ CHECKPOINT_KINDS = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }  # in tinker:// -> of the client
+FAILED = (
+    "the server failed on this request, its log has more: "  # begins the text of an error that is none of the client
+)
 KEPT_RESULTS = 256  # of one model, before its last snapshot
 JsonObject = dict[str, Any]
 
@@ -46,7 +50,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        for name in ("sessions", "models", "samplers"):
+        for name in ("sessions", "models", "samplers", "running"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         os.chmod(folder, 0o700)
 
@@ -103,6 +107,11 @@ class Store:
     def requests(self, folder: Path) -> dict[int, bytes]:
         """Reads the requests of a folder, by number."""
         return {seq: numbered(folder, seq).read_bytes() for seq in self.numbers(folder)}
+
+    def is_void(self, model_id: str, seq: int) -> bool:
+        """Tells if a request has an answer, the error of a command that changed nothing."""
+        path = numbered(self.model(model_id) / "results", seq)
+        return path.exists() and path.read_bytes()[:1] == b"E"
 
     def remove_request(self, model_id: str, seq: int) -> None:
         """Remove a request that will not run."""

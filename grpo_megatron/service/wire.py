@@ -6,6 +6,8 @@ no client, in a pool of their own, so that a process may have both.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -13,7 +15,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 from pydantic_core import from_json
 
 from grpo_megatron.service.losses import DEFAULTS, NEEDED
@@ -251,11 +253,22 @@ def _request(name: str, **fields: Any) -> Any:
     return create_model(name, __base__=_Request, **whole)
 
 
+def _checked_name(name: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", name) is None:
+        raise ValueError("a name is 1 to 128 letters, digits, '_', '.' and '-', and does not begin with '.' or '-'")
+    return name
+
+
+def _checked_metadata(content: dict[str, Any]) -> dict[str, Any]:
+    json.dumps(content, allow_nan=False)  # ValueError: else no answer could have it
+    return content
+
+
 Id = Annotated[str, StringConstraints(min_length=1, max_length=200)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}$")]
+Name = Annotated[str, AfterValidator(_checked_name)]
 Seq = Annotated[int, Field(ge=0, le=2**62)]
 TokenId = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-Metadata = dict[str, Any] | None
+Metadata = Annotated[dict[str, Any], AfterValidator(_checked_metadata)] | None
 Ttl = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]  # seconds
 Rate = Annotated[float, Field(ge=0, lt=1)]
 OptimizerKind = _request("OptimizerKind", type=(Literal["adamw"], "adamw"))
@@ -366,5 +379,6 @@ def read_json_request(kind: Any, body: bytes) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, one['loc']))[:200]}: {one['msg'][:300]}" for one in error.errors()[:8]]
+        places = [(".".join(map(str, one["loc"]))[:200], one["msg"][:300]) for one in error.errors()[:8]]
+        wrong = [f"{place}: {text}".removeprefix(": ").replace("Value error, ", "") for place, text in places]
         raise RequestError("; ".join(wrong)) from None

@@ -26,7 +26,7 @@ from grpo_megatron.device import Device
 from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.weights.hf_folder import load_hf
 from grpo_megatron.models.weights.sharded_state import load_sharded, save_sharded
-from grpo_megatron.parallel.mesh import RankError, on_first_rank
+from grpo_megatron.parallel.mesh import on_first_rank
 from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
 from grpo_megatron.service.losses import token_losses
@@ -86,6 +86,11 @@ class Work:
         self._sleep()
         if self.colocation is not None:
             self.colocation.close()
+
+    def recover(self) -> None:
+        """Bring engine and device into order after a command that failed. Raises what they raise."""
+        self._sleep()
+        self.device.synchronize()
 
     def _sleep(self) -> None:
         self._sampler = None
@@ -265,7 +270,7 @@ class Work:
             rollout = self.colocation.rollout(self._version, self.metrics)
             try:
                 self._awake.enter_context(rollout)
-            except RankError:  # on every rank: the engine has other numbers than the policy
+            except Exception:  # a RankError is on every rank: the engine has other numbers than the policy
                 self.colocation.engine.sleep()
                 self.policy.onload()
                 raise
