@@ -116,12 +116,10 @@ def start_server(config: Config, checked: Any) -> Any:
 
 def run_commands(work: Any, server: Any) -> None:
     """Run the server's commands until SIGTERM or SIGINT. `server`: on rank 0. Raises what not all ranks have alike."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     from grpo_megatron.cli.failures import LOST_CONNECTION
     from grpo_megatron.models.weights.stream import WeightsError
     from grpo_megatron.parallel.mesh import RankError
-    from grpo_megatron.service.store import FAILED
+    from grpo_megatron.service.store import REQUEST_FAILED
     from grpo_megatron.service.wire import RequestError
 
     asked: list[int] = []
@@ -146,15 +144,17 @@ def run_commands(work: Any, server: Any) -> None:
                 if getattr(error, "is_loss", False):
                     raise
                 problem = error
-            except (Exception, CheckpointException) as error:  # the latter is a BaseException, its reason at the end
+            except BaseException as error:  # torch's CheckpointException is one, with its reason at the end
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 text, is_known = f"{type(error).__name__}: {str(error)[-1000:]}", False
                 if work.mesh.world_size > 1:
                     with contextlib.suppress(OSError), note.open("a") as file:
                         if not LOST_CONNECTION.search(text):  # else the cause is another rank
-                            file.write(f"{FAILED}{' '.join(text.split())}\n")
+                            file.write(f"{REQUEST_FAILED}{' '.join(text.split())}\n")
                     raise
                 traceback.print_exc()
-                problem = RankError(FAILED + text)
+                problem = RankError(REQUEST_FAILED + text)
             if server is not None:
                 server.finish(command, result, problem)
             if not is_known:

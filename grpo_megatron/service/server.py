@@ -32,7 +32,7 @@ from starlette.responses import JSONResponse, Response
 from grpo_megatron.config import ServiceConfig
 from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service import wire
-from grpo_megatron.service.store import CHECKPOINT_KINDS, FAILED, JsonObject, Store, numbered
+from grpo_megatron.service.store import CHECKPOINT_KINDS, REQUEST_FAILED, JsonObject, Store, numbered
 from grpo_megatron.service.wire import RequestError, read_json_request
 from grpo_megatron.service.work import Sampled, SampleJob
 
@@ -194,14 +194,14 @@ class Server:
         first, *later = path.read_text().splitlines() or [""]
         job, model = self.jobs.get(first), self.models.get(path.name.rpartition(":")[0])
         self._num_alone = len(self._samples)
-        failed = [line for line in later if line.startswith(FAILED)]
+        failed = [line for line in later if line.startswith(REQUEST_FAILED)]
         if " " in first:  # samples: which of them was it?
             path.unlink()
         elif not failed and len(later) < MAX_STARTS - 1:
             return
         elif job is not None:
             (self._samples if job.kind == "sample" else self._ready).remove(job)
-            self._fail(job, failed[0] if failed else f"{FAILED}it ended {MAX_STARTS} times", "server")
+            self._fail(job, failed[0] if failed else f"{REQUEST_FAILED}it ended {MAX_STARTS} times", "server")
             if job.kind != "sample":  # the request of a sample stays until the answer is fetched
                 path.unlink()
         elif model is not None:

@@ -33,7 +33,7 @@ CHECKPOINT_KINDS = {
     "sampler_weights": "sampler",
     "external_weights": "external",
 }  # in tinker:// -> of the client
-FAILED = (
+REQUEST_FAILED = (
     "the server failed on this request, its log has more: "  # begins the text of an error that is none of the client
 )
 KEPT_RESULTS = 256  # of one model, before its last snapshot

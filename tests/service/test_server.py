@@ -28,7 +28,7 @@ from grpo_megatron.service import wire
 from grpo_megatron.service import work as work_module
 from grpo_megatron.service.server import ServedModel, Server
 from grpo_megatron.service.slots import Slots
-from grpo_megatron.service.store import FAILED, Store
+from grpo_megatron.service.store import REQUEST_FAILED, Store
 from grpo_megatron.service.wire import RequestError, read_json_request
 from grpo_megatron.service.work import Sampled
 from tests.service.inputs import LORA, RawClient, loop, make_data, make_service, pass_body
@@ -472,7 +472,7 @@ def test_a_request_that_ends_the_server_does_not_run_for_ever(tmp_path: Path, en
             starts += 1
             assert starts < 20, names
             if ends == "error":
-                server.running.open("a").write(f"{FAILED}planted\n")
+                server.running.open("a").write(f"{REQUEST_FAILED}planted\n")
             server = Server(ServiceConfig(), Store(tmp_path), server.served)
             continue
         ran += names
@@ -482,11 +482,11 @@ def test_a_request_that_ends_the_server_does_not_run_for_ever(tmp_path: Path, en
     assert starts == (2 if ends == "error" else 6)
     assert f"{model}:1" in ran and f"{session}:sample:0:0" in ran
     answers = [server._stored_answer(bad[0], owner).body, server.jobs[bad[1]].answer[1]]
-    assert all(FAILED.encode() in answer for answer in answers), answers
+    assert all(REQUEST_FAILED.encode() in answer for answer in answers), answers
     ask(server, "optim_step", {**adam, "seq_id": 3})
     assert run_all(server)[-1] == "step"
     again = Server(ServiceConfig(), Store(tmp_path), server.served)
-    assert FAILED.encode() in again.jobs[bad[1]].answer[1]  # type: ignore[index]
+    assert REQUEST_FAILED.encode() in again.jobs[bad[1]].answer[1]  # type: ignore[index]
     assert "sample" in run_all(again)  # the other one, whose answer nobody has fetched
 
 
