@@ -144,7 +144,7 @@ def _import_vllm(device: Device) -> Any:
 
 
 def preload() -> None:
-    """Imports what engines on CPU need, replaces Triton's kernels, configures vLLM's logging. Once, before CPU ranks are forked.
+    """Imports what engines on CPU need, and replaces Triton's kernels. Once, in the process that CPU ranks are forked from.
 
     Replacing the kernels visits every object of every module. In a forked rank it would copy all of their memory pages.
     """
@@ -153,12 +153,6 @@ def preload() -> None:
         for name in _CPU_MODULES:
             importlib.import_module(name)
         replace_triton_kernels()
-    with contextlib.suppress(ImportError), large_imports():  # vLLM 0.26 has neither
-        importlib.import_module("vllm.entrypoints.launchers.cli_args")
-        from vllm.config.logging import LoggingConfig
-        from vllm.logger import configure_logging_if_needed
-
-        configure_logging_if_needed(LoggingConfig())  # visits all loggers of the process
     # At a normal exit Triton's bindings print a list of leaked objects. Ranks do not exit this way.
     atexit.register(os._exit, 0)
 
