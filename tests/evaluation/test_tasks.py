@@ -90,7 +90,7 @@ def harness_completions(answers: list[str]) -> list[str]:
 class OneTokenTokenizer:
     """For tests of texts only: 9 MB as single bytes would take a while to tokenise."""
 
-    eos_token_id = 0
+    eos_token_id, loss_is_reported = 0, True
 
     def __call__(self, texts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
         return {"input_ids": [[1] for _ in texts]}
