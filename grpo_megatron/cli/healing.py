@@ -29,11 +29,9 @@ MAX_LOSSES = 3  # of the rank on one device; then the device is left out
 GROW_FACTOR = 10  # a lost device is tried again after 1 step, after its second loss after 10
 MAX_FAILURES = 5  # without a finished step in between
 # Seconds of a recovery on GPUs that do not follow from bytes. Estimates; none was measured on a GPU.
-NOTICED_S, AGREED_S, STARTED_S = (
-    1.0,
-    4.0,
-    25.0,
-)  # a killed process; the next epoch; imports, process groups, the engine's graphs
+NOTICED_S = 1.0  # a killed process
+AGREED_S = 4.0  # the next epoch
+STARTED_S = 25.0  # imports, process groups, the engine's graphs
 STORAGE, SHA256 = 5e9, 1.5e9  # bytes per second: of a node from a shared file system, of a core (measured)
 
 

@@ -230,13 +230,13 @@ class NodeHealer(Healer):
             if (found := local if node == self.node else self._read(node)) is not None:
                 last, changed = self._seen.get(node, (found, 0.0))
                 self._seen[node] = (found, changed if last == found and node != self.node else now)
-        if (number := newest_epoch(self.folder)) and number > self.epoch:
-            epoch = json.loads(epoch_file(self.folder, number).read_text())
+        number = newest_epoch(self.folder)
+        epoch = json.loads(epoch_file(self.folder, number).read_text()) if number else None
+        if epoch is not None and number > self.epoch:
             if self._ranks is not None:
                 self._end(f"epoch {number} has begun")
             if not self._waits or self._follow(epoch, number):
                 return
-        epoch = json.loads(epoch_file(self.folder, number).read_text()) if number else None
         self._decide(epoch, number, cause, now)
 
     def _read(self, node: int) -> Launcher | None:

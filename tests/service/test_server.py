@@ -41,7 +41,7 @@ class Killed(Exception):
 
 
 def served(config: Path, out: Path, play: Callable[[RawClient], Any], kills: list[int], *overrides: str) -> Any:
-    """What `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again.
+    """Returns what `play` returns in a thread, beside a server that is killed after commands of these numbers, and started again.
 
     A kill takes the states of all ranks. None on the ranks after the first.
     """
