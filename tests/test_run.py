@@ -104,7 +104,9 @@ def verbs_step(folder: Path, settings: list[str]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("world", "cases"), [(1, [[], KL]), (2, [CORRECTED])], ids=["one", "DP2"])
+@pytest.mark.parametrize(
+    ("world", "cases"), [(1, [[], KL]), pytest.param(2, [CORRECTED], marks=pytest.mark.soak)], ids=["one", "DP2"]
+)
 def test_a_step_of_the_verbs_is_the_trainers(tmp_path: Path, world: int, cases: list[list[str]]) -> None:
     """And a state saved between two steps goes on with the same samples, metrics and weights."""
     make_run(tmp_path)

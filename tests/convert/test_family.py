@@ -49,10 +49,11 @@ def folder(tmp_path: Path) -> Path:
             1,
             ["only in the family's table: model.layers.0.self_attn.k_proj.bias [128]"],
         ),
-        (
+        pytest.param(
             "tests.convert.test_family:SWAPPED",
             1,
             ["DP2     equal", "PP2     equal", "mlp.down_proj.weight", "transformers DIFFER"],
+            marks=pytest.mark.soak,
         ),
     ],
 )

@@ -121,8 +121,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-# test_vision.py has SFT and DPO from files, and a resumed run of partial rollouts
-IN_THE_SOAK = ("lora", "lora again", "lora resumed", "partial again", "partial resumed")
+# tests/algo has the formulas of these, too; test_vision.py has SFT and DPO from files
+IN_THE_SOAK = ("lora", "lora again", "lora resumed", "partial again", "partial resumed", "a3po", "remax", "process")
+IN_THE_SOAK += ("rejection",)
 
 
 def in_the_soak(name: str) -> Any:
@@ -213,6 +214,7 @@ def test_partial_rollouts_go_on_under_newer_weights(runs: dict[str, dict[str, An
     assert shares[0] == 0 < min(shares[1:]) and drift[0] < 1e-9 < 1e-5 < min(drift[1:])
 
 
+@pytest.mark.soak
 def test_a3po_needs_no_pass_for_old_logprobs(runs: dict[str, dict[str, Any]]) -> None:
     assert not any("timing_s/old_log_prob" in row for row in runs["a3po"]["metrics"])
     assert all("timing_s/old_log_prob" in row for row in runs["partial"]["metrics"])
@@ -231,6 +233,7 @@ def test_replayed_groups_are_weighed(runs: dict[str, dict[str, Any]]) -> None:
     assert drift[0] < 1e-9 < 1e-4 < drift[1]  # the first step is on-policy, the second holds samples of older weights
 
 
+@pytest.mark.soak
 def test_remax_has_the_greedy_rewards(runs: dict[str, dict[str, Any]]) -> None:
     for table in runs["remax"]["tables"]:
         assert all(math.isfinite(reward) for reward in table.greedy_reward)
@@ -254,6 +257,7 @@ def test_parts_of_rewards_are_known_and_moved_tokens_are_masked(runs: dict[str, 
     assert column(run, "actor/selected_frac") == pytest.approx([0.4, 0.4], abs=0.02)
 
 
+@pytest.mark.soak
 def test_step_rewards_reach_their_tokens(runs: dict[str, dict[str, Any]]) -> None:
     run = runs["process"]
     for table, plan in zip(run["tables"], run["plans"], strict=True):
@@ -372,6 +376,7 @@ def test_lora_trains_adapters_serves_their_merged_weights_and_resumes(
         assert {name.split(".")[-2] for name in own} == ({"score"} if folder else set()), own
 
 
+@pytest.mark.soak
 def test_rejected_tokens_weigh_nothing_and_the_rest_sums_to_one(runs: dict[str, dict[str, Any]]) -> None:
     """Over both ranks, in each of the two mini-batches of a step."""
     assert all(0 < share < 1 for share in column(runs["rejection"], "rollout_corr/rollout_rs_masked_fraction"))

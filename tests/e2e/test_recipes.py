@@ -305,7 +305,7 @@ def shrunk_run(recipe: Path, model: Path, data: Path, out: Path) -> dict[str, An
 @pytest.mark.parametrize(
     ("family", "only"),
     [
-        ("qwen2_5_vl", ""),
+        pytest.param("qwen2_5_vl", "", marks=pytest.mark.soak),
         ("qwen3", ""),
         *(pytest.param(f, "", marks=pytest.mark.soak) for f in ("qwen2", "llama", "qwen3_moe", "glm4_moe", "gpt_oss")),
         pytest.param("qwen3_vl_moe", "", marks=pytest.mark.soak),

@@ -39,6 +39,7 @@ def agreements(output: Path) -> list[float]:
     return [row["actor/route_agreement"] for row in metric_rows(output) if "actor/grad_norm" in row]
 
 
+@pytest.mark.soak
 def test_partial_rollouts_over_two_engines_and_a_resume(workspace: Path, tmp_path: Path) -> None:
     """Responses that several steps continue, whose samples are in a checkpoint, with experts over two ranks."""
     for steps in (1, 2):

@@ -81,7 +81,7 @@ def test_trajectories_depend_neither_on_ranks_nor_on_delays_nor_on_the_cache(wor
     assert drawn[0][0] != drawn[0][1]
 
 
-@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "gae"])
+@pytest.mark.parametrize("estimator", ["reinforce_plus_plus", pytest.param("gae", marks=pytest.mark.soak)])
 def test_a_template_that_changes_earlier_turns(workspace: Path, tmp_path: Path, estimator: str) -> None:
     """Its trajectories are several rows, with rewards of turns: the same samples, and weights, on one rank and on four."""
     drawn, weights, norms = [], [], []

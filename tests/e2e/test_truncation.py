@@ -90,13 +90,14 @@ def test_counts_and_ids_in_one_column() -> None:
 @pytest.mark.parametrize(
     ("engine", "settings"),
     [
-        (
+        pytest.param(
             "transformers",
             [
                 "actor.megatron.tensor_model_parallel_size=2",
                 "actor.share_prompts=true",
                 "algorithm.adv_estimator=optimal_token_baseline",
             ],
+            marks=pytest.mark.soak,
         ),
         ("transformers", ["model.exact=true"]),
         pytest.param(

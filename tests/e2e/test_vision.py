@@ -138,6 +138,7 @@ def test_two_steps_stop_two_steps_equal_four_steps(workspace: Path, tmp_path: Pa
     assert any(n.startswith("visual.") and not torch.equal(before[n], after[n]) for n in before)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.soak)])
 def test_responses_in_progress_go_on_in_other_layouts(workspace: Path, tmp_path: Path, engine: str) -> None:
     """One rank, and the same run whose checkpoints, with responses that wait, go from layout to layout."""
@@ -200,6 +201,7 @@ def in_roles(
     return raw
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("layout", "rollout"),
     [("1", {}), pytest.param("PP2", {**ENGINES["vllm"], "tensor_model_parallel_size": 2}, marks=pytest.mark.soak)],
@@ -263,7 +265,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-IN_THE_SOAK = ("greedy baseline", "frozen merger", "sft")
+IN_THE_SOAK = ("greedy baseline", "renewed reference", "frozen merger", "sft")
 
 
 @pytest.fixture(scope="module")
@@ -320,6 +322,7 @@ def test_every_method_trains_with_images(runs: dict[str, dict[str, Any]], name: 
             assert row["training/rollout_logp_diff_max"] < 1e-4 or row.get("train/replayed_groups")
 
 
+@pytest.mark.soak
 def test_a_reference_computes_images_anew_when_it_is_renewed(runs: dict[str, dict[str, Any]]) -> None:
     """It is the policy of steps 0 and 2, whose tower has been trained between them. Both steps have the same images."""
     divergences = [row["actor/kl_loss"] for row in runs["renewed reference"]["metrics"] if "actor/kl_loss" in row]

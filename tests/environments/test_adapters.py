@@ -132,11 +132,16 @@ TEXT = SAID % '{"type": "text", "text": "7"}'
 @pytest.mark.parametrize(
     ("schema", "answer", "message"),
     [
-        (EMPTY, TEXT, ""),
+        pytest.param(EMPTY, TEXT, "", marks=pytest.mark.soak),
         (EMPTY, '{"jsonrpc": "2.0", "id": ID, "error": {"code": -32602, "message": "no such tool"}}', "Error: no such"),
         (EMPTY, "junk", "it has written what is no message"),
         ({"type": "object", "$ref": "http://127.0.0.1:9/x"}, TEXT, "refer to 'http://127.0.0.1:9/x'; other documents"),
-        ({"type": "object", "properties": {"a": {"type": 7}}}, TEXT, "its parameters are no JSON schema"),
+        pytest.param(
+            {"type": "object", "properties": {"a": {"type": 7}}},
+            TEXT,
+            "its parameters are no JSON schema",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_what_a_hostile_mcp_server_answers(
@@ -156,7 +161,12 @@ DYING = "import os, mcp_server as m\nm.server.tool(name='end')(lambda: os._exit(
 @pytest.mark.parametrize(
     ("kwargs", "status", "message"),
     [
-        ({"command": [sys.executable, "-c", DYING]}, "raised", "the MCP server does not answer"),
+        pytest.param(
+            {"command": [sys.executable, "-c", DYING]},
+            "raised",
+            "the MCP server does not answer",
+            marks=pytest.mark.soak,
+        ),
         ({"command": [sys.executable, "-c", DYING], "only": ["divide"]}, "raised", "server has ['end', 'multiply']"),
     ],
 )

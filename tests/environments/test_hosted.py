@@ -114,6 +114,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> FakeE2B:
     return fake
 
 
+@pytest.mark.soak
 def test_a_trajectory_in_a_hosted_sandbox(service: FakeE2B, tmp_path: Path) -> None:
     """One template for the folder; a sandbox for the agent and one for the verifier, neither of which is left."""
     row = row_of(tmp_path / "task")

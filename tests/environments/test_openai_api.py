@@ -112,9 +112,9 @@ def test_what_a_client_may_ask(name: str, turns: list[str]) -> None:
     [
         pytest.param("silent", 0, "raised", "has ended without a request", marks=pytest.mark.soak),
         pytest.param("hangs", 0, "timeout", "3 s", marks=pytest.mark.soak),
-        ("hangs_later", 1, "timeout", "3 s"),
+        pytest.param("hangs_later", 1, "timeout", "3 s", marks=pytest.mark.soak),
         pytest.param("lists", 1, "timeout", "3 s", marks=pytest.mark.soak),
-        ("large", 0, "raised", "exit code 1"),
+        pytest.param("large", 0, "raised", "exit code 1", marks=pytest.mark.soak),
         ("flood", 0, "flooded", "200 of its requests were refused"),
         pytest.param("crashes", 1, "raised", "signal SIGABRT", marks=pytest.mark.soak),
         ("raises, forked", 1, "raised", "exit code 1 (last output: ZeroDivisionError: division by zero)"),

@@ -232,6 +232,7 @@ def test_keys_can_be_used_again_and_ended_at_any_time() -> None:
             assert pool.wait(["x"])["x"].step == played(1, GUESSES)[0]
 
 
+@pytest.mark.soak
 def test_what_a_program_prints_is_in_its_error_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A program of the environment `command` that fails is tried twice. Its traceback is once in the error, not above it."""
     (program := tmp_path / "agent.py").write_text(

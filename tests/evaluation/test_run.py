@@ -248,6 +248,7 @@ def fill_ledger(folder: Path, output: Path, share: float, **changes: Any) -> Non
         Ledger(run_folder, run.name).append(0, rows)
 
 
+@pytest.mark.soak
 def test_grading_that_was_killed_goes_on(
     folder: Path, tmp_path: Path, command: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -394,9 +394,11 @@ def dense(model: Any, prompt: list[int], response: list[int], temperature: float
     [
         ("1", 1, False),
         ("1", 6, True),
-        ("DP2", 2, False),
         ("TP2xPP2+SP", 3, True),
-        *(pytest.param(name, 2, False, marks=pytest.mark.soak) for name in ("TP2", "TP2+SP", "PP2", "DP2xTP2", "TP4")),
+        *(
+            pytest.param(name, 2, False, marks=pytest.mark.soak)
+            for name in ("DP2", "TP2", "TP2+SP", "PP2", "DP2xTP2", "TP4")
+        ),
     ],
 )
 def test_gradients_equal_transformers(
@@ -430,7 +432,9 @@ def own_teacher(folder: Path, layout: Layout, is_shared: bool) -> dict[str, floa
     return results
 
 
-@pytest.mark.parametrize(("layout", "is_shared"), [("1", True), ("DP2", False), ("TP2xPP2+SP", True)])
+@pytest.mark.parametrize(
+    ("layout", "is_shared"), [("1", True), pytest.param("DP2", False, marks=pytest.mark.soak), ("TP2xPP2+SP", True)]
+)
 def test_a_teacher_that_is_the_policy_has_no_gradient(folders: list[Path], layout: str, is_shared: bool) -> None:
     for results in own_teacher(LAYOUTS[layout].world, folder=folders[0], layout=LAYOUTS[layout], is_shared=is_shared):
         assert set(results.values()) == {0.0}, results

@@ -130,7 +130,9 @@ def head_gradients(tied: Path, untied: Path, layout: Layout, overlaps: bool) -> 
     return found
 
 
-@pytest.mark.parametrize("layout", ["TP2+SP", "PP2", "DP2", pytest.param("TP2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "layout", ["TP2+SP", *(pytest.param(name, marks=pytest.mark.soak) for name in ("PP2", "DP2", "TP2"))]
+)
 def test_the_heads_gradient_is_summed_in_float32(folder: Path, tmp_path: Path, layout: str) -> None:
     """Over chunks, micro-batches and replicas. One that is rounded to bfloat16 is off by 2**-9.
 

@@ -346,7 +346,7 @@ def test_a_replay_of_its_own_routes_has_the_bits_of_the_plain_pass(
     ("model", "layout", "rollout_tp", "rollout_ep"),
     [
         pytest.param("qwen3_moe", "EP2xDP2", 2, 2, marks=pytest.mark.soak),  # e2e/test_routes.py has it in a run
-        ("deepseek_v2", "1", 1, 1),
+        pytest.param("deepseek_v2", "1", 1, 1, marks=pytest.mark.soak),
         pytest.param("deepseek_v3", "1", 1, 1, marks=pytest.mark.soak),
         pytest.param("mixtral", "PP2", 2, 1, marks=pytest.mark.soak),
         pytest.param("glm4_moe", "1", 1, 1, marks=pytest.mark.soak),

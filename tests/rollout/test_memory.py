@@ -65,7 +65,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.soak] * (name != "1")) for name in CASES])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", CASES)
 def test_wrong_weights_are_named_and_good_ones_never(name: str, tmp_path: Path) -> None:
     tp, listed = CASES[name]
     cases = [case for case in listed if is_newest() or case[0] not in ("deepseek-v3", *DELTA)]

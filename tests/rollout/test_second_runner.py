@@ -149,7 +149,8 @@ def expected_routes(folder: Path, sequences: list[list[int]], k: int) -> list[to
     return found
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("tp", [1, 2])
 def test_routes_are_recorded_over_several_rollouts_that_schedule_ahead(tmp_path: Path, tp: int) -> None:
     """A batch is left when the last request has ended by its end token. Only the first rank of a replica has routes."""
     folder = make_experts(tmp_path)

@@ -174,7 +174,10 @@ def test_each_environment_of_the_page_can_be_configured(tmp_path: Path, monkeypa
             assert lacking in str(error.value) and len(error.value.problems) == 1, error.value
 
 
-@pytest.mark.parametrize(("words", "rank"), [(["--lora"], 32), (["--lora", "8", "--cpu"], 8), (["--cpu"], None)])
+@pytest.mark.parametrize(
+    ("words", "rank"),
+    [pytest.param(["--lora"], 32, marks=pytest.mark.soak), (["--lora", "8", "--cpu"], 8), (["--cpu"], None)],
+)
 def test_adapters_learn_ten_times_as_fast(run: Path, tmp_path: Path, words: list[str], rank: int | None) -> None:
     output = tmp_path / "own.yaml"
     assert init([*arguments(run, output), *words]) == 0

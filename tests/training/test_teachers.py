@@ -117,7 +117,7 @@ def test_a_teacher_that_is_the_policy_teaches_nothing(tmp_path: Path, world: int
                 assert metrics.get("distillation/divergence", 0) == 0
 
 
-@pytest.mark.parametrize("num_rows", [128, 60])
+@pytest.mark.parametrize("num_rows", [pytest.param(128, marks=pytest.mark.soak), 60])
 def test_a_teacher_of_another_size_and_family_scores_each_response(tmp_path: Path, num_rows: int) -> None:
     """Without any reward; the log-probabilities are transformers', at the temperature of the rollout.
 
@@ -187,7 +187,7 @@ def test_a_row_has_the_teacher_and_the_prompt_of_its_columns(tmp_path: Path) -> 
     ("time", "adapted"),
     [
         ("renew_steps", []),
-        ("lag_steps", ["actor.lora.rank=4"]),
+        pytest.param("lag_steps", ["actor.lora.rank=4"], marks=pytest.mark.soak),
         pytest.param("renew_steps", ["actor.lora.rank=4"], marks=pytest.mark.soak),
         pytest.param("lag_steps", [], marks=pytest.mark.soak),
     ],
@@ -255,6 +255,7 @@ def prompt_ids(folder: Path, texts: list[str]) -> list[list[int]]:
     return AutoTokenizer.from_pretrained(folder / "model")(texts)["input_ids"]
 
 
+@pytest.mark.soak
 def test_a_teacher_of_another_layout_scores_the_same(tmp_path: Path) -> None:
     """Log-probabilities, distributions and the gradient's norm are those of a teacher in the policy's layout."""
     make_teachers(tmp_path)

@@ -218,6 +218,7 @@ def test_a_corrupted_tensor_that_nothing_notices(bench: Bench, monkeypatch: pyte
     assert state == "red" and "ended with 0, and has not named it" in measured
 
 
+@pytest.mark.soak
 def test_a_layout_that_does_not_fit_takes_the_first_layers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU of 6 MB two of the four layers fit."""
     monkeypatch.setattr(certify, "device_bytes", lambda kind: 6e6)

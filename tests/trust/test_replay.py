@@ -127,6 +127,7 @@ def test_which_side_repeats_its_record(honest: Path, tmp_path: Path, monkeypatch
     assert [line.split(" [")[0] for line in lines[3:5]] == ["  first of them: left", "  first of them: right"]
 
 
+@pytest.mark.soak
 def test_models_beside_the_policy_and_the_warm_up_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A critic, a reward model that learns after each step, and a warm-up of two steps."""
     folder = make_run(tmp_path)
