@@ -81,12 +81,25 @@ def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
     return None if holds else (now, remedy)
 
 
+RARELY_ABOVE = {  # ends of keys -> values up to which a run can be meant so, and what a larger one does
+    "optim.lr": (0.05, "an update of AdamW moves each weight by about this much, and most weights are smaller"),
+    "optim.weight_decay": (1.0, "each update takes lr times this share of every weight"),
+    "actor.kl_loss_coef": (10.0, "the loss is the KL alone, and the policy stays the reference"),
+    "actor.entropy_coeff": (1.0, "the entropy outweighs the rewards, and the responses become random"),
+    "actor.ppo_epochs": (50, "most updates are far from the policy that sampled"),
+}
+
+
 def suspicions(config: Config) -> Iterator[str]:
     """Yields warnings about settings that work and are rarely meant, for the plan and a run's start."""
     data, val = config.data, config.rollout.val_kwargs
     for key in ("actor.optim.lr", *(["critic.optim.lr"] if has_critic(config.algorithm) else [])):
         if config.at(key) == 0:
             yield f"{key}=0: this model learns nothing"
+    for key in config_keys(Config):
+        bound, why = next((told for end, told in RARELY_ABOVE.items() if key.name.endswith(end)), (math.inf, ""))
+        if isinstance(value := config.at(key.name), int | float) and value > bound:
+            yield f"{key.name}={value:g} is above {bound:g}, which is rarely meant: {why}"
     if val.n > 1 and val.temperature == 0 and data.has_prompts_to_validate:
         yield (
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.config import Config, LoraConfig
+from grpo_megatron.config.problems import counted
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.sync import factor_sync
 from grpo_megatron.models.lora.table import lora_rows
@@ -195,7 +196,7 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
             yield "", f"at most {_size(borders)} over the border of a node"
         if config.num_rollout_ranks:
             yield "", f"at most {_size(planned.out_of_training.max())} out of a node that trains: once, then relayed"
-    yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"
+    yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {counted(rounds, 'round')}"
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
         if staged_bytes(config, arch, world_size)[0]:
@@ -247,7 +248,7 @@ def border_traffic(config: Config, models: RunModels, work: Workload, world_size
     grid = Grid.of(config, world_size)
     if grid.num_nodes == 1:
         return []
-    layout, tokens = Layout.of(config), work.samples * _length(config)
+    layout, tokens = Layout.of(config), work.rows * _length(config)
     hidden = tokens * models.arch.hidden_size * work.itemsize
     policy, *_ = models.stages(config)
     sync = float(planned_for(config, models.arch, world_size).over_borders.sum()) if config.has_rollouts else 0.0
@@ -320,4 +321,4 @@ def _samples(config: Config, grid: Grid, work: Workload) -> float:
     if config.actor.moe.route_replay == "engine":
         per_sample += work.arch.route_bytes * _length(config)
     ranks = grid.tp * grid.pp * config.actor.megatron.context_parallel_size
-    return work.samples * per_sample * ranks * (1 - 1 / grid.num_nodes)
+    return work.rows * per_sample * ranks * (1 - 1 / grid.num_nodes)

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import Config
+from grpo_megatron.config.problems import counted
 from grpo_megatron.config.rollout import VLLM_CPU_HEADS
 from grpo_megatron.models.families import read_config
 from grpo_megatron.report.metrics import REPORT_FILE, Sink, Sinks
@@ -101,7 +102,7 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
         if not (lag := rollout.get("lag", 0)):
             return CONSOLE_COLUMNS
         text = (
-            f"as far as the policy moved in rollout.lag={lag} {'step' if lag == 1 else 'steps'}; tiny in step 0 alone"
+            f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
         )
         return tuple(replace(column, legend=text) if column is _GAP else column for column in CONSOLE_COLUMNS)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))

@@ -398,7 +398,11 @@ def test_the_command_grades_and_reports(
     cut_short = tmp_path / "few" / "results.json"
     assert json.loads(cut_short.read_text())["tasks"]["gsm8k"]["num_in_file"] == 6
     assert "first 4 of 6 problems: --limit" in (tmp_path / "few" / "report.html").read_text()
-    assert main(["evaluate", "compare", str(cut_short), str(cut_short)]) == 0
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again/results.json").write_text(cut_short.read_text())
+    assert main(["evaluate", "compare", str(cut_short), str(cut_short)]) == 2
+    assert "both results are those of" in capsys.readouterr().err
+    assert main(["evaluate", "compare", str(cut_short), str(tmp_path / "again")]) == 0
     assert "--limit: not the whole benchmark: gsm8k (first 4 of 6), math (first 4 of 5)" in capsys.readouterr().out
     assert main(["evaluate", "compare", paths[0], str(tmp_path / "out" / "run.json")]) == 2
     assert "is not a results.json" in capsys.readouterr().err
@@ -488,13 +492,14 @@ def test_a_run_with_other_settings_is_refused(
         (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; set --reward module:function"),
         (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
         (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
+        (["--against", "{out}/results.json"], "is the folder that this evaluation writes to; name that of another one"),
         (["--tp", "3"], "320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
     ],
 )
 def test_mistakes(
     more: list[str], words: str, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command(*more)) == 2
+    assert main(command(*(one.replace("{out}", str(tmp_path / "out")) for one in more))) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
