@@ -7,6 +7,7 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -83,10 +84,9 @@ def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
 
 RARELY_ABOVE = {  # ends of keys -> values up to which a run can be meant so, and what a larger one does
     "optim.lr": (0.05, "an update of AdamW moves each weight by about this much, and most weights are smaller"),
-    "optim.weight_decay": (1.0, "each update takes lr times this share of every weight"),
-    "actor.kl_loss_coef": (10.0, "the loss is the KL alone, and the policy stays the reference"),
-    "actor.entropy_coeff": (1.0, "the entropy outweighs the rewards, and the responses become random"),
-    "actor.ppo_epochs": (50, "most updates are far from the policy that sampled"),
+    "kl_loss_coef": (10.0, "the loss is the KL alone, and the policy stays the reference"),
+    "entropy_coeff": (1.0, "the entropy outweighs the rewards, and the responses become random"),
+    "ppo_epochs": (50, "most updates are far from the policy that sampled"),
 }
 
 
@@ -96,10 +96,9 @@ def suspicions(config: Config) -> Iterator[str]:
     for key in ("actor.optim.lr", *(["critic.optim.lr"] if has_critic(config.algorithm) else [])):
         if config.at(key) == 0:
             yield f"{key}=0: this model learns nothing"
-    for key in config_keys(Config):
-        bound, why = next((told for end, told in RARELY_ABOVE.items() if key.name.endswith(end)), (math.inf, ""))
-        if isinstance(value := config.at(key.name), int | float) and value > bound:
-            yield f"{key.name}={value:g} is above {bound:g}, which is rarely meant: {why}"
+    for name, (end, (bound, why)) in itertools.product((key.name for key in config_keys(Config)), RARELY_ABOVE.items()):
+        if name.endswith(end) and (config.at(name) or 0) > bound:
+            yield f"{name}={config.at(name):g} is above {bound:g}, which is rarely meant: {why}"
     if val.n > 1 and val.temperature == 0 and data.has_prompts_to_validate:
         yield (
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"

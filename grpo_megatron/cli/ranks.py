@@ -27,7 +27,6 @@ from grpo_megatron.cli.failures import (
     is_first,
     print_error,
 )
-from grpo_megatron.config.problems import counted
 from grpo_megatron.processes.process import die_with_parent
 from grpo_megatron.processes.variables import set_gpu_variables
 from grpo_megatron.report.progress import awaited
@@ -239,7 +238,7 @@ def _parent_of_ranks(device: str) -> int:
 def announce_start(world_size: int, engine: str | None, *, checks: bool = False) -> None:
     """Prints the first line of a run: what is awaited, and for how long. `checks`: the config is checked first."""
     parts = "Megatron-Core" if engine is None else "Megatron-Core, then the engine"
-    ranks = counted(world_size, "rank")
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     expected = f"a small model needs some {10 if engine == 'vllm' else 5} s, a large one minutes"
     action = "checking, then starting" if checks else "starting"
     print(f"{action} {ranks}: {parts}; {expected}", flush=True)

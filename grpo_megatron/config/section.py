@@ -207,9 +207,9 @@ def reason_and_remedy(error: Any) -> str:
     given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
     text = VALUE_REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
     if error["type"] == "literal_error" and isinstance(given, str):
-        is_another = _OTHER_VALUES.fullmatch(given)
-        text += "" if is_another else did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
-        text += "; float16 needs a scaled loss, which is not here" if is_another and is_another["half"] else ""
+        another = _OTHER_VALUES.fullmatch(given)
+        hint = "; float16 needs a scaled loss, which is not here" if another and another["half"] else ""
+        text += hint if another else did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
     if error["input"] is None and error["type"] in ("list_type", "tuple_type"):
         text = "it is empty; leave it out, or write [VALUE]"
     return cut(text.removeprefix("Value error, "), 1000)

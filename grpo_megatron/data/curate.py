@@ -275,7 +275,7 @@ def _summary(tally: Tally) -> str:
     truncated = sum(problem.truncated for problem in problems)
     mean = sum(problem.rate for problem in problems) / len(problems)
     lines = [
-        f"{counted(len(problems), 'problem')}, {counted(sum(problem.n for problem in problems), 'response')} ({truncated} truncated);"
+        f"{counted(len(problems), 'problem')}, {counted(sum(one.n for one in problems), 'response')} ({truncated} truncated);"
         f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
         f"mean pass rate {mean:.4f}; the filters keep {counted(len(_kept(tally)), 'problem')}",
         "",

@@ -553,13 +553,10 @@ class TurnRenderer:
 
     def _warn_of_hidden_tools(self, prompt: str) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in self.tools]
-        hidden = [name for name in names if name not in prompt]
-        if hidden:
+        if hidden := ", ".join(name for name in names if name not in prompt):
+            text = "it must know them from its training, or from data.system_prompt"
             logger.warning(
-                "%s: the chat template does not show the model these tools: %s; it must know them from its training, or"
-                " from data.system_prompt",
-                self.where,
-                ", ".join(hidden),
+                "%s: the chat template does not show the model these tools: %s; %s", self.where, hidden, text
             )
 
 

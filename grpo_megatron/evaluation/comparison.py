@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.data.sampler import Z
-from grpo_megatron.evaluation.options import result_folder
 from grpo_megatron.evaluation.results import MEAN_REWARD, grader_identity, limited, read_result, read_samples
 from grpo_megatron.evaluation.settings import EvaluationSettings
 from grpo_megatron.report.console import format_table
@@ -41,11 +40,6 @@ class CompareOptions(Options):
     changed: Annotated[bool, Option("also list the problems whose answers changed from right to wrong, or back")] = (
         False
     )
-
-    def problems(self) -> Iterator[str]:
-        """Yield that both results are one."""
-        if result_folder(self.a) == result_folder(self.b):
-            yield f"both results are those of {self.a}; name another one"
 
 
 def print_comparison(options: CompareOptions) -> int:

@@ -259,7 +259,8 @@ def _write_rows(settings: GenerationSettings, asker: Asker) -> None:
         except OSError as error:
             raise ConfigError(f"--output {str(output)!r} cannot be written: {reason_of(error)}") from error
     where = f" in {output}" if output is not None else ""
-    tell(f"{counted(counts['answers'], 'answer')}{where}, {counted(counts['tokens'], 'token')} in {time.monotonic() - start:.1f} s")
+    answers, tokens = counted(counts["answers"], "answer"), counted(counts["tokens"], "token")
+    tell(f"{answers}{where}, {tokens} in {time.monotonic() - start:.1f} s")
 
 
 def _text(settings: GenerationSettings, sample: Sample) -> str:

@@ -66,8 +66,7 @@ class Grade:
 class KeptGrades:
     """The grades of one task on disk, until results.json has them: a command that is killed while it grades goes on.
 
-    A line is {"key": digest of all that the grade depends on, "grade": {...}}. A grader that failed is asked again, and so is
-    that of a line that cannot be read.
+    A line is {"key": digest of all that the grade depends on, "grade": {...}}. Failed ones and unreadable lines are graded again.
     """
 
     def __init__(self, output: Path, task: str) -> None:
@@ -200,10 +199,7 @@ def grade_file(
     if not all(answers):
         print(f"{answers.count('')} of {len(answers)} reference answers are empty", file=sys.stderr)
     completions = [row["completion"] for row in rows]
-    try:
-        check_reward(name, kwargs_of(name, unsafe), rows[0])
-    except ValueError as error:
-        raise ConfigError(f"cannot grade task {task!r}: {error}") from None
+    grader_of(task, rows[0], unsafe=unsafe)
     prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else "" for row in rows]
     with RewardPool(workers, GRADER_TIMEOUT_S, kwargs_of(name, unsafe)) as pool:
         grades = grade(task, answers, completions, pool, rows=rows, prompts=prompts, shows_progress=True)

@@ -30,11 +30,6 @@ Unsafe = partial(
 CORES = os.cpu_count() or 1
 
 
-def result_folder(path: Path) -> Path:
-    """Returns the folder of an evaluation that is named by itself or by its results.json."""
-    return (path.parent if path.name == "results.json" else path).resolve()
-
-
 class EngineOptions(Options):
     """The options of `evaluate` and of `generate`: model, layout, numbers and memory of an engine."""
 
@@ -178,7 +173,7 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
                 f"--samples {self.samples} with --temperature 0: greedy samples are all the same; set a temperature above"
                 " 0 (or leave it to the task), or --samples 1"
             )
-        if self.against is not None and result_folder(self.against) == self.folder.resolve():
+        if self.against is not None and self.against.resolve() in (own := self.folder.resolve(), own / "results.json"):
             yield f"--against {self.against} is the folder that this evaluation writes to; name that of another one"
         if self.no_greedy and self.samples == 1 and not self.temperature:
             yield "--no-greedy leaves nothing to sample; set --samples 2 or more, or --temperature above 0"

@@ -139,7 +139,7 @@ def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
     samples = (sample for problem in graded for sample in problem.samples)
     if failed := [one for one in samples if one.grades[0].status in ("error", "timeout")]:
         first = failed[0]
-        yield f"  WARNING: the grader failed {counted(len(failed), 'time')}, first at {first.entry.uid}: {first.grades[0].message}"
+        yield f"  WARNING: the grader failed {counted(len(failed), 'time')}, at {first.entry.uid}: {first.grades[0].message}"
 
 
 def grader_identity(run: TaskRun) -> dict[str, Any]:

@@ -97,8 +97,8 @@ class OtherTrainer:
         for switch, names in table.get("lora", {}).items():
             converts = {**converts, **_lora(switch, names, table.get("layers", {}))}
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
-        switches = tuple(table.get("lora", {}))
-        return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes, switches)
+        others = table.get("renamed", {}), prefixes, tuple(table.get("lora", {}))
+        return cls(name, rules, table["defaults"], table["implied"], *others)
 
     def named(self, settings: Settings) -> tuple[Settings, dict[str, str]]:
         """Renames the settings to their present names; also returns present name -> name as it was given.

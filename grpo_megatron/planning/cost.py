@@ -92,7 +92,7 @@ class Workload:
     image_tokens: float = 0.0  # of a prompt's tokens
     trains_tower: bool = False
     teachers: tuple[tuple[Architecture, MegatronConfig | None], ...] = ()  # with a layout of its own, or the policy's
-    expert_rows: int = 0  # in the passes, and not generated
+    expert_rows: int = 0  # CHORD's, in the passes alone; as long as samples here
 
     @property
     def sample_tokens(self) -> float:
@@ -115,7 +115,7 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """The rows of a step's passes: the samples, and CHORD's of an expert, as long as samples here."""
+        """The rows of a step's passes."""
         return self.samples + self.expert_rows
 
     @property

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from grpo_megatron.config import Config, LoraConfig
-from grpo_megatron.config.problems import counted
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.lora.sync import factor_sync
 from grpo_megatron.models.lora.table import lora_rows
@@ -196,7 +195,7 @@ def weight_sync_lines(config: Config, arch: Architecture, world_size: int) -> It
             yield "", f"at most {_size(borders)} over the border of a node"
         if config.num_rollout_ranks:
             yield "", f"at most {_size(planned.out_of_training.max())} out of a node that trains: once, then relayed"
-    yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {counted(rounds, 'round')}"
+    yield "messages", f"{planned.operations(rank=0):,} of rank 0, in {rounds:,} {'round' if rounds == 1 else 'rounds'}"
     if config.trainer.device != "cpu" and planned.received.max():
         within, between = (f"{bandwidth / 1e9:.0f} GB/s" for bandwidth in (NVLINK_BYTES_PER_S, NETWORK_BYTES_PER_S))
         if staged_bytes(config, arch, world_size)[0]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from grpo_megatron.config import ConfigError, TrainerConfig
-from grpo_megatron.config.problems import counted
 from grpo_megatron.report.console import ConsoleSink, console_columns
 from grpo_megatron.report.kit import OTHER, page_panels
 from grpo_megatron.report.metrics import JsonlSink, ReportSink, ShownGroups, Sink, Sinks
@@ -196,7 +195,7 @@ def group_text(group: Mapping[str, Any]) -> str:
     for sample in group["samples"]:
         known = {name: sample[name] for name in ("reward", "advantage") if sample[name] is not None}
         numbers = [f"{name} {value:g}" for name, value in known.items() if math.isfinite(value)]
-        head = ", ".join([*numbers, counted(sample['tokens'], 'token')])
+        head = ", ".join([*numbers, f"{sample['tokens']} tokens"])
         parts.append(f"**sample {sample['index']}** {head}\n{block(''.join(piece[0] for piece in sample['pieces']))}")
     return "\n\n".join(parts)
 

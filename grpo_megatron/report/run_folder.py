@@ -371,25 +371,21 @@ class RunFolder:
         return found
 
     def silent_since(self) -> float | None:
-        """Returns the Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S.
-
-        GONE_S are enough where rank 0 and all launchers were processes of this machine that are no longer there.
-        """
+        """Returns the Unix time of the last heartbeat, if a run that goes on has had none for SILENT_S or GONE_S."""
         now = self.now() if self.state() == "running" else None
-        if now is None or now.age_s <= (GONE_S if self._is_gone() else SILENT_S):
-            return None
-        return time.time() - now.age_s
+        least = GONE_S if self._is_gone() else SILENT_S
+        return time.time() - now.age_s if now is not None and now.age_s > least else None
 
     def _is_gone(self) -> bool:
-        folder, gone = self.folder / "heartbeats", list[bool]()
-        for path in (folder / "rank_00000.json", *folder.glob("launcher_*.json")):
-            try:
-                beat = read_json(path)
-                pid, is_here = int(beat["pid"]), beat["node"] == socket.gethostname()
-                gone.append(is_here and start_ticks(pid) != beat["started"])
-            except (OSError, ValueError, KeyError, TypeError, OverflowError):
-                gone.append(False)
-        return len(gone) > 1 and all(gone)
+        """Tells whether rank 0 and all launchers were processes of this machine, and none is there any more."""
+        folder = self.folder / "heartbeats"
+        launchers = list(folder.glob("launcher_*.json"))
+        try:
+            beats = [read_json(path) for path in (folder / "rank_00000.json", *launchers)]
+            gone = [b["node"] == socket.gethostname() and start_ticks(int(b["pid"])) != b["started"] for b in beats]
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return False
+        return bool(launchers) and all(gone)
 
     def now(self) -> Now | None:
         """Reads the phase of rank 0 at its last heartbeat; None without a readable one."""

@@ -195,7 +195,7 @@ def _sample(run: RunFolder, width: int) -> Iterator[str]:
     samples = [sample for sample in group["samples"] if sample["reward"] is not None] or group["samples"]
     best = max(samples, key=lambda sample: sample["reward"] or 0.0)
     numbers = [f"{name} {best[name]:.3g}" for name in ("reward", "advantage") if best[name] is not None]
-    text = ", ".join([*numbers, counted(best['tokens'], 'token')])
+    text = ", ".join([*numbers, counted(best["tokens"], "token")])
     yield f"step {steps[-1]['step']}, the best of {counted(len(group['samples']), 'sample')} of a prompt: {text}"
     yield from _folded("prompt", group["prompt"], width, 2)
     yield from _folded("response", "".join(piece[0] for piece in best["pieces"]), width, SAMPLE_LINES)

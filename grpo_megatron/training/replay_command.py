@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 from grpo_megatron.config.options import Argument, Option, Options
-from grpo_megatron.config.problems import counted
 from grpo_megatron.imports import large_imports
 from grpo_megatron.untrusted import visible_line
 
@@ -30,7 +29,7 @@ def replay_dump(options: ReplayOptions) -> int:
 
     dump = read_dump(options.dump)
     incident = dump.incident
-    print(f"step {incident.step}, update {incident.update}, guard {incident.guard}: {counted(len(dump.batch), 'response')}")
+    print(f"step {incident.step}, update {incident.update}, guard {incident.guard}: {len(dump.batch)} responses")
     for text in incident.problems.values():
         print(f"  {visible_line(str(text))}")
     tolerance = TOLERANCE[dump.config.model.dtype] if options.tolerance is None else options.tolerance

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np

@@ -350,7 +350,9 @@ def _order(bench: Bench) -> ProofResult:
         f"step {step}: the {stage}" for (step, stage), root in sides[0].items() if sides[1].get((step, stage)) != root
     ]
     layouts = (trace.facts_at(0)["layout"] for trace in (one, other))
-    sizes = " and ".join(f"{counted(layout['world_size'], 'rank')} ({layout['dp']} data-parallel)" for layout in layouts)
+    sizes = " and ".join(
+        f"{counted(layout['world_size'], 'rank')} ({layout['dp']} data-parallel)" for layout in layouts
+    )
     return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes}"
 
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from grpo_megatron.config.problems import counted
 from grpo_megatron.report.metrics import Array
 from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.trace_file import (
@@ -99,14 +98,13 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "weights": "the optimizer: a lost moment, learning rate, clipping, weight decay, or a tensor that was not updated",
     "random state": "something has taken random numbers",
 }
-ACTS_IN = (  # beginnings of stages, and of the keys that act there: the likely ones where all before is equal
-    (("prompts", "images", "seeds"), ("data.", "model.", "rollout.seed", "trainer.seed")),
-    (("engine", "sampled", "responses", "routes"), ("rollout.", "model.")),
-    (("reward", "scores"), ("reward", "rollout.multi_turn")),
-    (("old", "reference", "teacher", "values"), ("ref.", "teachers.", "critic.", "actor.", "model.", "rollout.")),
-    (("",), ("actor.", "algorithm.", "critic.", "reward_model", "sft.")),
-)
-MAX_NAMED = 6
+ACTS_IN = {  # beginnings of stages, and of the keys that act there: the likely ones where all before is equal
+    ("prompts", "images", "seeds"): ("data.", "model.", "rollout.seed", "trainer.seed"),
+    ("engine", "sampled", "responses", "routes"): ("rollout.", "model."),
+    ("reward", "scores"): ("reward", "rollout.multi_turn"),
+    ("old", "reference", "teacher", "values"): ("ref.", "teachers.", "critic.", "actor.", "model.", "rollout."),
+    ("",): ("actor.", "algorithm.", "critic.", "reward_model", "sft."),
+}
 AFTER_RESUME = "; it is the first step after a resume, so look first at what the checkpoint has lost"
 ONE_COMPUTES = "a setting, or a pass or optimizer step that one of the runs has left out"
 BY_ROUNDING = "rounding: another order of sums, or other kernels ({facts})"
@@ -378,7 +376,7 @@ class _Sides:
         if base in CHOICES:
             tokens = float(a.numbers("responses")[:, 0].sum())
             count, expected = len(self.unequal[stage]), 2 * bound * tokens
-            return _named(poisson_tail(count, expected) > 1e-6), f"{counted(count, 'row')}, {expected:.2g} expected by rounding"
+            return _named(poisson_tail(count, expected) > 1e-6), f"{count} rows, {expected:.2g} expected by rounding"
         if kind == "row":
             return self._judge_rows(stage, base, a, b, bound)
         if any(choice in self.unequal for choice in CHOICES):
@@ -489,8 +487,8 @@ def _cause_of(base: str) -> str:
 
 def likely_first(stage: str, keys: Sequence[str]) -> list[str]:
     """Sort keys that differ: those that act in the stage where two runs part come first."""
-    stage = next((stage.removeprefix(one) for one in BESIDE if stage.startswith(one)), stage)
-    acting = next(keys for stages, keys in ACTS_IN if stage.startswith(stages))
+    stage = re.sub(f"^({'|'.join(BESIDE)})", "", stage)
+    acting = next(begin for stages, begin in ACTS_IN.items() if stage.startswith(stages))
     return sorted(keys, key=lambda key: not key.startswith(acting))
 
 
@@ -514,9 +512,7 @@ def _explain(result: Diff, sides: _Sides) -> None:
     if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
         result.cause += AFTER_RESUME
     if changed:
-        more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""
-        named = ", ".join(likely_first(base, changed)[:MAX_NAMED])
-        result.cause += f"; what differs and may change results: {named}{more}"
+        result.cause += f"; what differs and may change results: {', '.join(likely_first(base, changed)[:6])}"
     result.independent = list(_independent(result, sides))
     result.texts = list(_values(first, sides))
 

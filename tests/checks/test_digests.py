@@ -95,7 +95,8 @@ def test_changed_inputs_are_refused_by_name_or_accepted(
     assert (
         text in problem
         and f"since {begun}/out/checkpoints/step_000002; put the old one back, or start a new run" in problem
-        and problem.endswith("trainer.accept_changed_inputs=true") is (change is not copy_beside)  # weights of another size
+        and problem.endswith("trainer.accept_changed_inputs=true")
+        is (change is not copy_beside)  # weights of another size
     )
     assert not capsys.readouterr().out
     assert not list(input_problems(config_of(begun, accept_changed_inputs=True), prints=True))

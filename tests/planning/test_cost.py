@@ -87,7 +87,9 @@ def test_rows_of_an_expert_are_in_the_passes_alone() -> None:
     """512 of them beside 1,024 samples: half as much again in each pass, and nothing in generation."""
     mixed, longer = replace(WORK, expert_rows=512), replace(WORK, samples=1536)
     for backward in (True, False):
-        assert pass_seconds(mixed, LAYOUT, H100, backward=backward) == pass_seconds(longer, LAYOUT, H100, backward=backward)
+        assert pass_seconds(mixed, LAYOUT, H100, backward=backward) == pass_seconds(
+            longer, LAYOUT, H100, backward=backward
+        )
     assert generation_seconds(mixed, LAYOUT, H100, 1e9) == generation_seconds(WORK, LAYOUT, H100, 1e9)
 
 

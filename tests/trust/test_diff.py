@@ -497,7 +497,15 @@ def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
 
 
 def test_what_differs_is_named_in_the_order_of_its_likelihood() -> None:
-    keys = ["actor.optim.lr", "algorithm.lam", "data.seed", "data.train_files a.jsonl", "reward.function", "rollout.top_p", "sources"]
+    keys = [
+        "actor.optim.lr",
+        "algorithm.lam",
+        "data.seed",
+        "data.train_files a.jsonl",
+        "reward.function",
+        "rollout.top_p",
+        "sources",
+    ]
     for stage, first in {
         "prompts": keys[2:4],
         "responses": keys[5:6],
