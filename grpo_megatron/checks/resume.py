@@ -20,7 +20,7 @@ from typing import Any
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.methods import is_uncorrected
 from grpo_megatron.config import Config, ConfigError, Section
-from grpo_megatron.config.problems import Problems, keys_of, marked
+from grpo_megatron.config.problems import Problems, counted, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.data.images import image_files
 from grpo_megatron.data.rows import FORMATS, files_of_split, is_stream, open_rows
@@ -122,7 +122,7 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
     ahead = len((content.get("run", {}).get("collector") or {}).get("ahead", ()))
     if ahead and is_uncorrected(config):
         yield (
-            f"{checkpoint} holds {ahead} steps that earlier weights have sampled (rollout.lag), and"
+            f"{checkpoint} holds {counted(ahead, 'step')} that earlier weights have sampled (rollout.lag), and"
             f" {keys_of(config).algorithm.rollout_correction:key} has neither rollout_is nor rollout_rs, so that they would count"
             " as the policy's own; set rollout_is=token"
         )

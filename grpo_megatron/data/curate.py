@@ -97,14 +97,13 @@ def _write(folder: Path, tally: Tally, reader: ResponseReader, task: Task | None
 
 
 def _line_on(name: str, count: int, tally: Tally) -> str:
-    problems, played = len(_kept(tally)), tally.trajectories
+    problems, played = len(_kept(tally)), counted(tally.trajectories, "trajectory", "trajectories")
+    left_out = f" (left out: {played} of several turns)" if tally.trajectories else ""
     if not count:
-        left_out = f"; {played} responses are trajectories, which are left out" if played else ""
         raise ConfigError(
             f"{name} would have no row: none of the {problems} problems that the filters keep has complete"
             f" responses for one{left_out}; widen the filters, or leave the option out"
         )
-    left_out = f" ({played} trajectories of several turns are left out)" if played else ""
     return f"{name}: {counted(count, 'row')} from {counted(problems, 'problem')}{left_out}"
 
 

@@ -442,7 +442,7 @@ def test_own_rows_have_the_mean_of_their_own_reward(
     assert "my_val mean reward (greedy)" in table and "+0.750" in table and "McNemar p" in table
 
     printed = run("a", ["x", "1", "2", "3"], "other")  # the first one's reward fails
-    assert "WARNING: the grader failed 1 times, first at other/0: " in printed and "'x'" in printed
+    assert "WARNING: the grader failed 1 time, at other/0: " in printed and "'x'" in printed
     merged = json.loads((tmp_path / "a" / "results.json").read_text())["tasks"]
     assert list(merged) == ["my_val", "other"] and merged["my_val"] == result and "my_val" in printed
     again = (tmp_path / "a" / "report.html").read_text()
