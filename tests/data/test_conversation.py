@@ -171,8 +171,8 @@ def test_tool_calls_in_openais_form_are_written_as_the_template_writes_them() ->
 def test_tools_that_the_template_does_not_show_are_named(caplog: pytest.LogCaptureFixture) -> None:
     hiding = CHATML.replace("{%- if tools %}", "{%- if false %}")
     renderer = TurnRenderer(tokenizer_with(hiding, "<|im_end|>"), TOOLS)
-    for _ in range(3):  # rows with messages check it again and again
-        renderer.check()
+    for role in (None, "tool", "user"):  # rows with messages check it again and again
+        renderer.check(role)
     assert caplog.text.count("does not show the model these tools: calculator") == 1
     with pytest.raises(ConfigError, match="the tokenizer has none; set data.chat_template"):
         TurnRenderer(tokenizer_with(None, "</s>"))  # type: ignore[arg-type]
