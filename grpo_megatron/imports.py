@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
+import hashlib
 import logging
 import platform
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 
@@ -90,3 +93,13 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return versions
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Hashes the Python files of this program."""
+    folder = Path(__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -85,7 +85,7 @@ SAME_MEANING = {  # a name here -> others for the same thing, which no spelling 
     "seq-mean-token-mean": "grpo sample_mean",
     "low_var_kl": "schulman unbiased",
     "geo_mean": "gmpo",
-    "bfloat16": "bf16 half fp16 float16",
+    "bfloat16": "bf16",
     "float32": "fp32 float full",
     "transformers": "hf huggingface",
     "WSD": "warmup_stable_decay",

@@ -34,6 +34,7 @@ from grpo_megatron.checks.components import reward_name
 from grpo_megatron.checks.resume import InputDigests, announcement, check_resume, recorded_inputs
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.device import Device
 from grpo_megatron.models.flops import sequence_cost
@@ -199,7 +200,7 @@ class Run:
         ]
         if self.resumed_from is not None:
             self.checkpoints.load(self.resumed_from, self.policy, self.trained)
-            self.sinks.note(f"resumed from {self.resumed_from}: {self.first_step} steps done")
+            self.sinks.note(f"resumed from {self.resumed_from}: {counted(self.first_step, 'step')} done")
             if self.changed_keys:
                 self.sinks.note(announcement(self.changed_keys, self.policy.num_updates, num_updates))
         parts = config, self.policy, self.first_step

@@ -7,6 +7,7 @@ own key. What an estimator or a loss needs is a fact that it declares where it i
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -81,12 +82,23 @@ def _unmet(config: Config, condition: str) -> tuple[str, str] | None:
     return None if holds else (now, remedy)
 
 
+RARELY_ABOVE = {  # ends of keys -> values up to which a run can be meant so, and what a larger one does
+    "optim.lr": (0.05, "an update of AdamW moves each weight by about this much, and most weights are smaller"),
+    "kl_loss_coef": (10.0, "the loss is the KL alone, and the policy stays the reference"),
+    "entropy_coeff": (1.0, "the entropy outweighs the rewards, and the responses become random"),
+    "ppo_epochs": (50, "most updates are far from the policy that sampled"),
+}
+
+
 def suspicions(config: Config) -> Iterator[str]:
     """Yields warnings about settings that work and are rarely meant, for the plan and a run's start."""
     data, val = config.data, config.rollout.val_kwargs
     for key in ("actor.optim.lr", *(["critic.optim.lr"] if has_critic(config.algorithm) else [])):
         if config.at(key) == 0:
             yield f"{key}=0: this model learns nothing"
+    for name, (end, (bound, why)) in itertools.product((key.name for key in config_keys(Config)), RARELY_ABOVE.items()):
+        if name.endswith(end) and (config.at(name) or 0) > bound:
+            yield f"{name}={config.at(name):g} is above {bound:g}, which is rarely meant: {why}"
     if val.n > 1 and val.temperature == 0 and data.has_prompts_to_validate:
         yield (
             f"rollout.val_kwargs.n={val.n} with temperature=0: the {val.n} answers to a prompt are the same; set"
@@ -599,7 +611,7 @@ def with_total_steps(config: Config, rows: int) -> Config:
 def epoch_problems(config: Config, rows: int) -> Problems:
     """Checks that `trainer.total_epochs` gives a step, and agrees with a given `trainer.total_training_steps`."""
     k, trainer, steps = keys_of(config), config.trainer, steps_of_epochs(config, rows)
-    counted = f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} steps"
+    counted = f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} step{'s' * (steps != 1)}"
     if steps == 0:
         yield f"{counted}; set {k.data.train_batch_size:key}={rows} or less"
     elif steps and "total_training_steps" in trainer.model_fields_set and trainer.total_training_steps != steps:

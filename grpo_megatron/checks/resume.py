@@ -20,7 +20,7 @@ from typing import Any
 from grpo_megatron.algo.advantages import advantage_estimators
 from grpo_megatron.checks.methods import is_uncorrected
 from grpo_megatron.config import Config, ConfigError, Section
-from grpo_megatron.config.problems import Problems, keys_of, marked
+from grpo_megatron.config.problems import Problems, counted, keys_of, marked
 from grpo_megatron.config.section import ResumeClass, config_keys
 from grpo_megatron.data.images import image_files
 from grpo_megatron.data.rows import FORMATS, files_of_split, is_stream, open_rows
@@ -122,7 +122,7 @@ def refusals(checkpoint: Path, content: Mapping[str, Any], config: Config) -> Pr
     ahead = len((content.get("run", {}).get("collector") or {}).get("ahead", ()))
     if ahead and is_uncorrected(config):
         yield (
-            f"{checkpoint} holds {ahead} steps that earlier weights have sampled (rollout.lag), and"
+            f"{checkpoint} holds {counted(ahead, 'step')} that earlier weights have sampled (rollout.lag), and"
             f" {keys_of(config).algorithm.rollout_correction:key} has neither rollout_is nor rollout_rs, so that they would count"
             " as the policy's own; set rollout_is=token"
         )
@@ -162,10 +162,8 @@ THREADS = 8
 OF_WEIGHTS = (".safetensors",)
 OF_A_MODEL = (*OF_WEIGHTS, ".json", ".jinja", ".model", ".txt", ".py")  # weights, configs, tokenizer
 START = 4
-ACCEPTING = (
-    "start a new run in another trainer.output_dir; put the old one back; or go on with it:"
-    " trainer.accept_changed_inputs=true"
-)
+BACK = "put the old one back, or start a new run in another trainer.output_dir"
+ACCEPTING = f"{BACK}; or go on with it: trainer.accept_changed_inputs=true"
 Recorded = dict[str, dict[str, dict[str, Any]]]  # key of the config -> file, or module:function -> {size, sha256}
 
 
@@ -325,8 +323,10 @@ def recorded_inputs(checkpoint: Path) -> Recorded:
     return recorded
 
 
-def input_problems(config: Config, *, prints: bool) -> Problems:
+def input_problems(config: Config, *, prints: bool, is_right: bool = True) -> Problems:
     """Yields inputs that are not those of the newest checkpoint, before ranks start. `prints` what has changed and may.
+
+    `is_right`: nothing else is wrong, so that the changed inputs can be accepted.
 
     A checkpoint whose trainer.json cannot be read is passed over: the one before it is of the same run.
     """
@@ -349,18 +349,19 @@ def input_problems(config: Config, *, prints: bool) -> Problems:
             new = digests.state()
         finally:
             digests.close()
-    refused, printed = [], []
+    refused, printed, may_accept = [], [], is_right
     files = {(file.key, file.name): file for file in digests.files}
     for key, name, text in _changes(old, new, files):
         is_fixed = Difference(key, None, None).resume_class == "fixed" and not FUNCTION.fullmatch(name)
         if is_fixed and not trainer.accept_changed_inputs:
             refused.append(f"{marked(key)}: {name} {text} since {checkpoint}")
+            may_accept &= not name.endswith(OF_WEIGHTS) or "bytes as before" in text  # else probably of other shapes
         else:
             printed.append(f"changed since {checkpoint}: {key}: {name} {text}{' (accepted)' if is_fixed else ''}")
     if prints and printed:
         print("\n".join(printed), flush=True)
     yield from refused[:-1]
-    yield from (f"{problem}; {ACCEPTING}" for problem in refused[-1:])
+    yield from (f"{problem}; {ACCEPTING if may_accept else BACK}" for problem in refused[-1:])
 
 
 def _changes(

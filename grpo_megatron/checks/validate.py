@@ -301,7 +301,7 @@ CHECKS = (  # in the order in which problems are found
     ),
     Check(
         "changed inputs",
-        lambda v: resume.input_problems(v.config, prints=not v.dry_run),
+        lambda v: resume.input_problems(v.config, prints=not v.dry_run, is_right=not v.problems.problems),
         when=lambda v: v.rehearsed and not (v.elsewhere or v.start.wrong_keys),
     ),
     Check(

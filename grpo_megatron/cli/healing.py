@@ -180,7 +180,8 @@ class Healing(Healer):
         unit, names = ("node", lost) if self.fallbacks.has_nodes else ("rank", cause.ranks)
         who = f"lost {unit} {', '.join(map(str, names))}" if names else "failed"
         layout = " ".join(restart.settings[2:]) or "in the layout of the config"
-        text = f"{who} after {self.steps_done} steps, with {ranks_before} ranks; goes on with {restart.world_size}, {layout}"
+        steps = f"{self.steps_done} step{'s' * (self.steps_done != 1)}"
+        text = f"{who} after {steps}, with {ranks_before} ranks; goes on with {restart.world_size}, {layout}"
         return text, {"who": who, "layout": f"{ranks_before} ranks, then {restart.world_size}, {layout}"}
 
     def tell(self, text: str, facts: dict[str, str], cause: Cause) -> None:

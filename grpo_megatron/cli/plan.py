@@ -30,7 +30,7 @@ from grpo_megatron.checks.methods import steps_of_epochs, suspicions
 from grpo_megatron.checks.reward_call import reward_lines, trial_lines
 from grpo_megatron.cli.healing import Fallbacks
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.problems import Problem, written
+from grpo_megatron.config.problems import Problem, counted, written
 from grpo_megatron.data.sampler import Mixture
 from grpo_megatron.data.stream import is_endless
 from grpo_megatron.device import Device, count_cuda_devices, device_bytes, read_hardware
@@ -258,11 +258,6 @@ class NodeMemory:
             f" without the processes themselves, is more than --host-memory {gib:g}; set"
             f" {', '.join((*self.remedies, 'more nodes'))} (each rank then has fewer bytes of weights and optimizer)"
         )
-
-
-def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Writes a number with its noun: 1 node, 2 nodes."""
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def _row(name: str, text: str) -> str:
@@ -545,7 +540,7 @@ def _unfused_attention(config: Config, machine: PlannedMachine) -> Iterator[str]
 
 def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
     dp = data_parallel_size(config, machine.world_size)
-    shares = [("each optimizer step", work.samples * work.epochs // work.updates, dp, "data-parallel ranks")]
+    shares = [("each optimizer step", work.rows * work.epochs // work.updates, dp, "data-parallel ranks")]
     if work.generates:
         shares.append(("a step", work.samples, machine.world_size // _rollout_tp(config), "engines"))
     for what, samples, parts, noun in shares:
@@ -562,7 +557,7 @@ def _uneven_batches(config: Config, work: Workload, machine: PlannedMachine) -> 
 def _pipeline_bubble(config: Config, work: Workload, machine: PlannedMachine) -> Iterator[str]:
     pp = config.actor.megatron.pipeline_model_parallel_size
     length = config.data.max_prompt_length + config.data.max_response_length
-    per_rank = work.samples * work.epochs / work.updates / data_parallel_size(config, machine.world_size)
+    per_rank = work.rows * work.epochs / work.updates / data_parallel_size(config, machine.world_size)
     tokens = per_rank * length
     count = max(1, math.ceil(tokens / config.actor.ppo_max_token_len_per_gpu))
     bubble = (pp - 1) / (count + pp - 1)

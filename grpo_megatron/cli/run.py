@@ -215,8 +215,8 @@ def _has_nothing_to_do(config: Config) -> bool:
         folder, steps = config.trainer.output_dir, config.trainer.total_training_steps
         key = "trainer.total_training_steps" if config.trainer.total_epochs is None else "trainer.total_epochs"
         print(
-            f"already done: {folder} has all {steps} steps; for more, raise {key}; for another run, set another"
-            " trainer.output_dir"
+            f"already done: {folder} has {'its only step' if steps == 1 else f'all {steps} steps'}; for more, raise {key};"
+            " for another run, set another trainer.output_dir"
         )
     return True
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_megatron.config.problems import written
 from grpo_megatron.config.tables import read_yaml_table
 from grpo_megatron.registry import did_you_mean
 
@@ -125,17 +124,3 @@ def with_defaults(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         if isinstance(section, Mapping):
             result[name] = with_defaults(section, values)
     return result
-
-
-def methods_table(default_of: Mapping[str, Any]) -> str:
-    """Writes the Markdown table of docs/algorithms.md. Its last column leaves out keys with the program's default."""
-    lines = ["| `method:` | paper | what it changes | when to use it | keys |", "| --- | --- | --- | --- | --- |"]
-    kind = ""
-    for name, method in methods().items():
-        if method.kind != kind:
-            kind = method.kind
-            lines.append(f"| **{kind}** | | | | |")
-        keys = ", ".join(f"`{key}: {written(v)}`" for key, v in method.keys.items() if v != default_of[key])
-        link = f"[{method.title}](../examples/{method.example}): `{name}`"
-        lines.append(f"| {' | '.join([link, method.papers, method.changes, method.use, keys])} |")
-    return "\n".join(lines)

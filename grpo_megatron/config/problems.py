@@ -136,3 +136,8 @@ def written(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return repr(str(value)) if isinstance(value, Path) else "null" if value is None else str(value)
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Writes a number with its noun: 1 node, 2 nodes."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

@@ -195,6 +195,10 @@ _VALUE_REMEDIES = {  # pydantic's kinds of errors -> what is to be done
 VALUE_REMEDIES = {kind: reason for kinds, reason in _VALUE_REMEDIES.items() for kind in kinds.split()}
 
 
+# Values that are spelled like an allowed one, and mean another: fp16 is not bf16.
+_OTHER_VALUES = re.compile(r"gpu|u?int\d+|(fp|float)(4|8|64).*|double|(?P<half>(fp|float)16|half)", re.IGNORECASE)
+
+
 def reason_and_remedy(error: Any) -> str:
     """Says what is wrong with a value, and what to set instead, for one of pydantic's errors."""
     context = {
@@ -203,7 +207,9 @@ def reason_and_remedy(error: Any) -> str:
     given = error["input"] if isinstance(error["input"], str | int | float | dict) and error["input"] != {} else "VALUE"
     text = VALUE_REMEDIES.get(error["type"], "{msg}").format(**context, input=given, msg=error["msg"])
     if error["type"] == "literal_error" and isinstance(given, str):
-        text += did_you_mean(given, re.findall("'([^']+)'", context["expected"])) if given != "gpu" else ""  # not cpu
+        another = _OTHER_VALUES.fullmatch(given)
+        hint = "; float16 needs a scaled loss, which is not here" if another and another["half"] else ""
+        text += hint if another else did_you_mean(given, re.findall("'([^']+)'", context["expected"]))
     if error["input"] is None and error["type"] in ("list_type", "tuple_type"):
         text = "it is empty; leave it out, or write [VALUE]"
     return cut(text.removeprefix("Value error, "), 1000)

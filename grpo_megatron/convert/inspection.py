@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from grpo_megatron.config.problems import counted
 from grpo_megatron.convert import ConvertError
 from grpo_megatron.convert.conversion import (
     check_model_layout,
@@ -89,8 +90,8 @@ def _hashes(source: Source, check: bool) -> str:
     if check:
         Verification(source.folder).finish()
         listed = "".join(f"\n  {entry['sha256']}  {name}" for name, entry in files.items())
-        return f"sha256 of {len(files)} files agree{listed}"
-    return f"sha256 of {len(files)} files in {MANIFEST_FILE} (compare them with --hashes)"
+        return f"sha256 of {counted(len(files), 'file')} compared: equal{listed}"
+    return f"sha256 of {counted(len(files), 'file')} in {MANIFEST_FILE} (compare them with --hashes)"
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

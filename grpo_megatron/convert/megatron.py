@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config
 
 from grpo_megatron.config import LoraConfig
+from grpo_megatron.config.problems import counted
 from grpo_megatron.convert import ConvertError, listing_error
 from grpo_megatron.convert.layout import (
     Place,
@@ -307,7 +308,8 @@ class MegatronFolder(Source):
         self.num_files = len(ends)
         cut = (len(self._sizes[p.key].chunks) // max(1, torch.Size(p.stack).numel()) for p in self._where.values())
         objects = "with optimizer" if any(key.startswith("optimizer") for key in self._sizes) else "weights only"
-        self.layout = f"{len(ends)} files, {objects}, up to {max(cut)} chunks per tensor; loads in any layout"
+        chunks = counted(max(cut), "chunk")
+        self.layout = f"{counted(len(ends), 'file')}, {objects}, up to {chunks} per tensor; loads in any layout"
 
     def _wrong_shape(self, row: WeightRow, place: Place) -> list[str]:
         size, wanted = tuple(self._sizes[place.key].size), (*place.stack, *whole_shape(row, self.arch))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.curate_options import PAIRS, PASS_RATES, SUPERVISED, CurateOptions
 from grpo_megatron.data.images import has_images, image_name, image_sources, located
 from grpo_megatron.data.rows import (
@@ -96,15 +97,14 @@ def _write(folder: Path, tally: Tally, reader: ResponseReader, task: Task | None
 
 
 def _line_on(name: str, count: int, tally: Tally) -> str:
-    problems, played = len(_kept(tally)), tally.trajectories
+    problems, played = len(_kept(tally)), counted(tally.trajectories, "trajectory", "trajectories")
+    left_out = f" (left out: {played} of several turns)" if tally.trajectories else ""
     if not count:
-        left_out = f"; {played} responses are trajectories, which are left out" if played else ""
         raise ConfigError(
             f"{name} would have no row: none of the {problems} problems that the filters keep has complete"
             f" responses for one{left_out}; widen the filters, or leave the option out"
         )
-    left_out = f" ({played} trajectories of several turns are left out)" if played else ""
-    return f"{name}: {count} rows from {problems} problems{left_out}"
+    return f"{name}: {counted(count, 'row')} from {counted(problems, 'problem')}{left_out}"
 
 
 def _json_lines(rows: Iterable[Mapping[str, Any]], counts: Counter[str] | None = None) -> Iterator[str]:
@@ -274,9 +274,9 @@ def _summary(tally: Tally) -> str:
     truncated = sum(problem.truncated for problem in problems)
     mean = sum(problem.rate for problem in problems) / len(problems)
     lines = [
-        f"{len(problems)} problems, {sum(problem.n for problem in problems)} responses ({truncated} truncated);"
+        f"{counted(len(problems), 'problem')}, {counted(sum(one.n for one in problems), 'response')} ({truncated} truncated);"
         f" not counted: {tally.left_out} replayed or left out by the options, {tally.unscorable} without a score",
-        f"mean pass rate {mean:.4f}; the filters keep {len(_kept(tally))} problems",
+        f"mean pass rate {mean:.4f}; the filters keep {counted(len(_kept(tally)), 'problem')}",
         "",
         f"{'pass rate':>12} {'problems':>9}",
     ]

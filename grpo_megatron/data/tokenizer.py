@@ -335,6 +335,7 @@ class TurnRenderer:
         self.tools = [dict(tool) for tool in tools]
         self.end_token_ids = {tokenizer.eos_token_id, *end_token_ids}
         self.stop_token_ids = self.end_token_ids | set(stop_token_ids)
+        self._checked = set[str]()  # roles
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Render the first messages, up to the beginning of the assistant's turn. Raises ConfigError.
@@ -427,9 +428,11 @@ class TurnRenderer:
         """Raise ConfigError for a template with which a trajectory would not be what the template makes of it.
 
         `role` is that of the environment's answers; default: "tool" with tools, otherwise "user". `may_rewrite`: a
-        template that changes earlier turns sets `rewrites`.
+        template that changes earlier turns sets `rewrites`. A role is checked once.
         """
         role = role or ("tool" if self.tools else "user")
+        if role in self._checked:
+            return
         try:
             self._check(role)
         except RewritingTemplateError:
@@ -437,7 +440,9 @@ class TurnRenderer:
                 raise
             self.rewrites = True
             self._check_whole(role)
-        self._warn_of_hidden_tools(self._before)
+        if not self._checked:
+            self._warn_of_hidden_tools(self._before)
+        self._checked.add(role)
 
     def _check_whole(self, role: str) -> None:
         [answer] = _with_call_ids([{"role": role, "content": MARKER}])
@@ -548,13 +553,10 @@ class TurnRenderer:
 
     def _warn_of_hidden_tools(self, prompt: str) -> None:
         names = [str(tool.get("function", tool).get("name")) for tool in self.tools]
-        hidden = [name for name in names if name not in prompt]
-        if hidden:
+        if hidden := ", ".join(name for name in names if name not in prompt):
+            text = "it must know them from its training, or from data.system_prompt"
             logger.warning(
-                "%s: the chat template does not show the model these tools: %s; it must know them from its training, or"
-                " from data.system_prompt",
-                self.where,
-                ", ".join(hidden),
+                "%s: the chat template does not show the model these tools: %s; %s", self.where, hidden, text
             )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.task import get_tasks, task_names
 from grpo_megatron.evaluation import page as report
 from grpo_megatron.evaluation import results
@@ -195,7 +196,8 @@ def _grade_and_report(settings: EvaluationSettings) -> None:
         for run in settings.runs:
             start = time.monotonic()
             problems = graded[run.name] = results.grade_task(settings, run, pool)
-            print(f"{run.name}: {len(run.keys())} samples graded in {time.monotonic() - start:.1f} s", flush=True)
+            done = f"{run.name}: {counted(len(run.keys()), 'sample')} graded"
+            print(f"{done} in {time.monotonic() - start:.1f} s", flush=True)
             for text in results.grader_failures(problems):
                 print(text, flush=True)
             results.write_samples(samples / f"{run.name}.jsonl", run, problems)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.prompts import image_format
 from grpo_megatron.data.rows import Messages
 from grpo_megatron.data.tokenizer import render_chat
@@ -117,7 +118,7 @@ def _answer(settings: GenerationSettings, asker: Asker, prompt: Prompt) -> str:
         answer = text.finish(ids)
     print(flush=True)
     if reason in EARLY_ENDS:
-        tell(f"({EARLY_ENDS[reason]} after {len(text.ids if ids is None else ids)} tokens)")
+        tell(f"({EARLY_ENDS[reason]} after {counted(len(text.ids if ids is None else ids), 'token')})")
     return answer
 
 
@@ -205,7 +206,7 @@ def generate(options: GenerateOptions, start_ranks: StartRanks | None) -> int:
         [(_, [sample])] = asker.ask(settings.prompts, settings.answers, 1)
         show(f"{_text(settings, sample)}\n")
         if sample.finish_reason == "length":
-            tell(f"(cut after {len(sample.response_ids)} tokens: --max-tokens)")
+            tell(f"(cut after {counted(len(sample.response_ids), 'token')}: --max-tokens)")
     else:
         _write_rows(settings, asker)
     asker.close()
@@ -258,7 +259,8 @@ def _write_rows(settings: GenerationSettings, asker: Asker) -> None:
         except OSError as error:
             raise ConfigError(f"--output {str(output)!r} cannot be written: {reason_of(error)}") from error
     where = f" in {output}" if output is not None else ""
-    tell(f"{counts['answers']} answers{where}, {counts['tokens']} tokens in {time.monotonic() - start:.1f} s")
+    answers, tokens = counted(counts["answers"], "answer"), counted(counts["tokens"], "token")
+    tell(f"{answers}{where}, {tokens} in {time.monotonic() - start:.1f} s")
 
 
 def _text(settings: GenerationSettings, sample: Sample) -> str:

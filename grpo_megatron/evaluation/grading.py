@@ -7,13 +7,15 @@ the score of a completion is `acc` where the reward reports it, or else the rewa
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +26,7 @@ from grpo_megatron.data.prompts import source_of_row
 from grpo_megatron.data.rows import read_rows, text_field
 from grpo_megatron.data.task import get_task, source_sha256, task_names
 from grpo_megatron.evaluation.ledger import append_lines
+from grpo_megatron.imports import sources_digest
 from grpo_megatron.rewards import check_reward, extractors, rewards
 from grpo_megatron.rewards.answers import answer_form
 from grpo_megatron.rewards.pool import RewardPool
@@ -63,21 +66,28 @@ class Grade:
 class KeptGrades:
     """The grades of one task on disk, until results.json has them: a command that is killed while it grades goes on.
 
-    A line is {"key": digest of all that the grade depends on, "grade": {...}}. A grader that failed is asked again.
+    A line is {"key": digest of all that the grade depends on, "grade": {...}}. Failed ones and unreadable lines are graded again.
     """
 
     def __init__(self, output: Path, task: str) -> None:
         self.path, self.grades = output / "grades" / f"{task}.jsonl", dict[str, Grade]()
         content = self.path.read_bytes() if self.path.exists() else b""
         for line in content[: content.rfind(b"\n") + 1].splitlines():
-            row = json.loads(line)
-            self.grades[row["key"]] = Grade(**row["grade"])
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                row = json.loads(line)
+                self.grades[row["key"]] = Grade(**row["grade"])
 
     def add(self, grades: Mapping[str, Grade]) -> None:
         """Append the grades of graders that did not fail."""
         append_lines(
             self.path, [{"key": k, "grade": asdict(g)} for k, g in grades.items() if g.status in ("ok", "none")]
         )
+
+
+@functools.cache
+def _grading_code() -> str:
+    """Returns the digest of what any grader runs: this program's files, and every installed package with its version."""
+    return result_key(sources_digest(), sorted({f"{one.name} {one.version}" for one in distributions()}))
 
 
 def kwargs_of(name: str, unsafe: bool) -> dict[str, Any]:
@@ -126,7 +136,7 @@ def grade(
         if name == "math" and prediction == answer
     }
     if kept is not None:
-        code = source_sha256(name.partition(":")[0]) if ":" in name else version("grpo-megatron")
+        code = [_grading_code(), pool.kwargs, source_sha256(name.partition(":")[0]) if ":" in name else ""]
         columns = zip(answers, completions, prompts or [""] * len(answers), rows or [{}] * len(answers), strict=True)
         keys = [result_key(name, code, *column) for column in columns]
         grades |= {number: kept.grades[key] for number, key in enumerate(keys) if key in kept.grades}
@@ -189,10 +199,7 @@ def grade_file(
     if not all(answers):
         print(f"{answers.count('')} of {len(answers)} reference answers are empty", file=sys.stderr)
     completions = [row["completion"] for row in rows]
-    try:
-        check_reward(name, kwargs_of(name, unsafe), rows[0])
-    except ValueError as error:
-        raise ConfigError(f"cannot grade task {task!r}: {error}") from None
+    grader_of(task, rows[0], unsafe=unsafe)
     prompts = [row["prompt"] if isinstance(row.get("prompt"), str) else "" for row in rows]
     with RewardPool(workers, GRADER_TIMEOUT_S, kwargs_of(name, unsafe)) as pool:
         grades = grade(task, answers, completions, pool, rows=rows, prompts=prompts, shows_progress=True)

@@ -173,6 +173,8 @@ DATA holds gsm8k/test.jsonl, math/test.jsonl, ...: `evaluate tasks` lists them.
                 f"--samples {self.samples} with --temperature 0: greedy samples are all the same; set a temperature above"
                 " 0 (or leave it to the task), or --samples 1"
             )
+        if self.against is not None and self.against.resolve() in (own := self.folder.resolve(), own / "results.json"):
+            yield f"--against {self.against} is the folder that this evaluation writes to; name that of another one"
         if self.no_greedy and self.samples == 1 and not self.temperature:
             yield "--no-greedy leaves nothing to sample; set --samples 2 or more, or --temperature above 0"
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from grpo_megatron.config import ConfigError
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.benchmarks import BenchmarkProblem
 from grpo_megatron.data.rows import read_rows
 from grpo_megatron.data.task import source_sha256
@@ -138,7 +139,7 @@ def grader_failures(graded: Sequence[GradedProblem]) -> Iterator[str]:
     samples = (sample for problem in graded for sample in problem.samples)
     if failed := [one for one in samples if one.grades[0].status in ("error", "timeout")]:
         first = failed[0]
-        yield f"  WARNING: the grader failed {len(failed)} times, first at {first.entry.uid}: {first.grades[0].message}"
+        yield f"  WARNING: the grader failed {counted(len(failed), 'time')}, at {first.entry.uid}: {first.grades[0].message}"
 
 
 def grader_identity(run: TaskRun) -> dict[str, Any]:
@@ -434,7 +435,7 @@ def sampling_text(task: dict[str, Any]) -> str:
     """Describe the sampling of a task of results.json, besides the greedy sample."""
     if not task["samples"]:
         return ""
-    return f"{task['samples']} samples at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
+    return f"{counted(task['samples'], 'sample')} at temperature {task['temperature']:g}, top_p {task['top_p']:g}"
 
 
 def _provenance(result: dict[str, Any]) -> str:
@@ -445,7 +446,7 @@ def _provenance(result: dict[str, Any]) -> str:
             text for text in (f"{task['num_fewshot']}-shot {task['format']}", sampling_text(task)) if text
         )
         lines.append(
-            f"{name} version {task['version']}: {sampling}, up to {task['max_tokens']} tokens;"
+            f"{name} version {task['version']}: {sampling}, up to {counted(task['max_tokens'], 'token')};"
             f" sha256 of task file {task['task_sha256'][:12]}, data {task['data_sha256'][:12]},"
             f" prompts {task['prompts_sha256'][:12]}"
         )

@@ -74,6 +74,7 @@ class OtherTrainer:
     implied: Settings  # our keys and values that hold for each run of that trainer
     renamed: Mapping[str, str]  # other names of their keys, and of the beginnings of keys
     prefixes: tuple[str, ...] = ()  # a key without a rule has our key's meaning if it is one after this is removed
+    switches: tuple[str, ...] = ()  # of LoRA; one that is a table is set by the table's being there
 
     @classmethod
     def read(cls, name: str, converts: Mapping[str, tuple[str, Convert]], *prefixes: str) -> OtherTrainer:
@@ -96,7 +97,8 @@ class OtherTrainer:
         for switch, names in table.get("lora", {}).items():
             converts = {**converts, **_lora(switch, names, table.get("layers", {}))}
         rules |= {theirs: Rule(ours, convert=convert) for theirs, (ours, convert) in converts.items()}
-        return cls(name, rules, table["defaults"], table["implied"], table.get("renamed", {}), prefixes)
+        others = table.get("renamed", {}), prefixes, tuple(table.get("lora", {}))
+        return cls(name, rules, table["defaults"], table["implied"], *others)
 
     def named(self, settings: Settings) -> tuple[Settings, dict[str, str]]:
         """Renames the settings to their present names; also returns present name -> name as it was given.
@@ -112,7 +114,9 @@ class OtherTrainer:
         for key in settings:
             name = present(key)
             as_given[key if name in settings or name in as_given else name] = key
-        return {name: settings[key] for name, key in as_given.items()}, as_given
+        named = {name: settings[key] for name, key in as_given.items()}
+        tables = (switch for switch in self.switches if any(f"{name}.".startswith(f"{switch}.") for name in named))
+        return named | {switch: True for switch in tables if named.get(switch, {}) == {}}, as_given
 
     def rule(self, key: str, known: Mapping[str, ConfigKey]) -> Rule | None:
         """Finds the rule for their `key`; `known` are our keys. None: no key of that trainer that we know."""
@@ -146,9 +150,11 @@ def _lora(switch: str, names: Mapping[str, str], layers: Mapping[str, list[str]]
                 value = [name for name in value if "visual" not in name] if isinstance(value, list) else []
             if isinstance(value, str) and ours.endswith("_modules") and re.fullmatch(r"[\w, ]+", value):
                 value = [name.strip() for name in value.split(",")]
-            if isinstance(value, list):
-                value = [name for one in value for name in layers.get(one, [one])]
-            return {f"actor.lora.{ours}": value}
+            if not isinstance(value, list):
+                return {f"actor.lora.{ours}": value}
+            without = ", ".join(one for one in value if layers.get(one) == [])
+            also = {ALSO: f"{without}: no adapters here, where a model has such layers"} if without else {}
+            return {f"actor.lora.{ours}": [name for one in value for name in layers.get(one, [one])], **also}
 
         return f"actor.lora.{ours}", convert
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.methods import nearest_method, with_defaults
 from grpo_megatron.config.options import COMMAND_NAME, Argument, Option, Options
-from grpo_megatron.config.problems import CHANGE_ME, Problem
+from grpo_megatron.config.problems import CHANGE_ME, Problem, counted
 from grpo_megatron.config.section import ConfigKey, config_keys, refused_values
 from grpo_megatron.migration.shell import UNKNOWN, commands
 from grpo_megatron.migration.trainers import (
@@ -476,8 +476,8 @@ def import_config(options: ImportOptions) -> int:
         raise ConfigError(f"cannot write --output {output}: {reason_of(error)}") from error
     left = sum(value == CHANGE_ME for value, _ in result.values.values())
     print(
-        f"{output}: {len(result.values)} keys, {left} of them {CHANGE_ME};"
-        f" {len(warnings)} {'warning' if len(warnings) == 1 else 'warnings'}",
+        f"{output}: {counted(len(result.values), 'key')}, {left} of them {CHANGE_ME};"
+        f" {counted(len(warnings), 'warning')}",
         file=sys.stderr,
     )
     print(f"next: {COMMAND_NAME} train {shlex.quote(str(output))} --dry-run", file=sys.stderr)

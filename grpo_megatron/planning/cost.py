@@ -92,6 +92,7 @@ class Workload:
     image_tokens: float = 0.0  # of a prompt's tokens
     trains_tower: bool = False
     teachers: tuple[tuple[Architecture, MegatronConfig | None], ...] = ()  # with a layout of its own, or the policy's
+    expert_rows: int = 0  # CHORD's, in the passes alone; as long as samples here
 
     @property
     def sample_tokens(self) -> float:
@@ -113,9 +114,14 @@ class Workload:
         return self.num_trained + (self.frozen if self.lora is None else 0)
 
     @property
+    def rows(self) -> int:
+        """The rows of a step's passes."""
+        return self.samples + self.expert_rows
+
+    @property
     def tokens(self) -> float:
-        """The tokens of all samples of a step; each sample counts its prompt."""
-        return self.samples * self.sample_tokens
+        """The tokens of all rows of a step; each row counts its prompt."""
+        return self.rows * self.sample_tokens
 
     @classmethod
     def of(cls, config: Config, models: RunModels, response_tokens: float | None = None) -> Workload:
@@ -136,6 +142,7 @@ class Workload:
             arch=models.arch,
             samples=data.train_batch_size * n,
             samples_per_prompt=n,
+            expert_rows=algorithm.chord.batch_size,
             prompt_tokens=data.max_prompt_length / 2,
             response_tokens=data.max_response_length / 2 if response_tokens is None else response_tokens,
             longest_response=data.max_response_length,
@@ -253,7 +260,7 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     per_update = work.tokens * work.epochs / work.updates / replicas
     micro_batch = min(layout.tokens, max(per_update, 1.0))
     count = max(1, math.ceil(per_update / micro_batch))
-    flops = work.samples * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
+    flops = work.rows * _flops_per_sample(work.arch, round(work.sample_tokens)) / (1 if backward else 3)
     recompute = 4 / 3 if backward and layout.recompute else 1.0
     share, merging = recompute, 0.0  # of a forward and backward pass
     if work.lora is not None and work.lora.is_merged:
@@ -265,7 +272,7 @@ def pass_seconds(work: Workload, layout: Layout, machine: PlannedMachine, *, bac
     fraction = EXPERTS * width / (width + HALF_WIDTH) if work.arch.num_experts else MATMUL
     fraction *= micro_batch / (micro_batch + HALF_TOKENS) * (FP8_SPEEDUP if work.is_fp8 else 1.0)
     if work.trains_tower:  # on every rank of the first stage; features of a frozen one are kept
-        tower = (6 if backward else 2) * tower_parameters(work.arch) * work.samples * work.image_tokens
+        tower = (6 if backward else 2) * tower_parameters(work.arch) * work.rows * work.image_tokens
         flops += tower * layout.tp * layout.pp / share
     compute = flops * share / (machine.world_size * machine.gpu.tflops * 1e12 * fraction)
     exchange = _exchange_seconds(work, layout, machine) * (3 * recompute if backward else 1)

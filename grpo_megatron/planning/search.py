@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_megatron.config import Config, ConfigError
+from grpo_megatron.config.problems import counted
 from grpo_megatron.models.engine_cache import EngineCache, engine_cache
 from grpo_megatron.planning.cost import StepSeconds, Workload, generation_seconds, step_seconds
 from grpo_megatron.planning.gpus import GPUS, REFERENCE, Gpu, PlannedMachine
@@ -325,8 +326,9 @@ def _head(config: Config, work: Workload, machine: PlannedMachine, result: Searc
     )
     if gpu.remark:
         yield gpu.remark
+    experts = f" and {counted(work.expert_rows, 'row')} of an expert" if work.expert_rows else ""
     yield (
-        f"a step: {work.samples:,} samples, prompts of {work.prompt_tokens:g} and responses of {work.response_tokens:g}"
+        f"a step: {work.samples:,} samples{experts}, prompts of {work.prompt_tokens:g} and responses of {work.response_tokens:g}"
         f" tokens on average, the longest {work.longest_response:,}"
     )
     yield (

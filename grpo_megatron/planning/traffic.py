@@ -247,7 +247,7 @@ def border_traffic(config: Config, models: RunModels, work: Workload, world_size
     grid = Grid.of(config, world_size)
     if grid.num_nodes == 1:
         return []
-    layout, tokens = Layout.of(config), work.samples * _length(config)
+    layout, tokens = Layout.of(config), work.rows * _length(config)
     hidden = tokens * models.arch.hidden_size * work.itemsize
     policy, *_ = models.stages(config)
     sync = float(planned_for(config, models.arch, world_size).over_borders.sum()) if config.has_rollouts else 0.0
@@ -320,4 +320,4 @@ def _samples(config: Config, grid: Grid, work: Workload) -> float:
     if config.actor.moe.route_replay == "engine":
         per_sample += work.arch.route_bytes * _length(config)
     ranks = grid.tp * grid.pp * config.actor.megatron.context_parallel_size
-    return work.samples * per_sample * ranks * (1 - 1 / grid.num_nodes)
+    return work.rows * per_sample * ranks * (1 - 1 / grid.num_nodes)

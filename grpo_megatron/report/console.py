@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from grpo_megatron.config import Config
+from grpo_megatron.config.problems import counted
 from grpo_megatron.config.rollout import VLLM_CPU_HEADS
 from grpo_megatron.models.families import read_config
 from grpo_megatron.report.metrics import REPORT_FILE, Sink, Sinks
@@ -100,9 +101,7 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
         rollout = (run_config or {}).get("rollout", {})
         if not (lag := rollout.get("lag", 0)):
             return CONSOLE_COLUMNS
-        text = (
-            f"as far as the policy moved in rollout.lag={lag} {'step' if lag == 1 else 'steps'}; tiny in step 0 alone"
-        )
+        text = f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
         return tuple(replace(column, legend=text) if column is _GAP else column for column in CONSOLE_COLUMNS)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
     return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
@@ -122,8 +121,7 @@ def skip_reason(metrics: Mapping[str, float]) -> str | None:
         return None
     count = metrics["actor/skipped_updates"]
     if count:
-        updates = "update" if count == 1 else "updates"
-        return f"skipped {count:g} {updates}: the gradient is not finite"
+        return f"skipped {counted(round(count), 'update')}: the gradient is not finite"
     if "actor/grad_norm" in metrics:
         return "no update: the gradient is 0" if metrics["actor/grad_norm"] == 0 else None
     if metrics.get("critic/unscorable_ratio") == 1:

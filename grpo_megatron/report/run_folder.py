@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import statistics
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
 
 import msgspec
 
+from grpo_megatron.processes.process import start_ticks
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.untrusted import MAX_YAML, ReadError, check_regular, parse_yaml, read_json, read_text
@@ -225,6 +227,7 @@ def _is_sample_step(row: StepMetrics) -> bool:
 # -- all files of a run ------------------------------------------------------------------------------------------------
 
 SILENT_S = 60.0  # a running rank writes its heartbeat every few seconds
+GONE_S = 10.0
 RECENT = 20  # steps, whose median predicts the next ones
 ENDED = ("stopped", "stalled", "failed", "done")  # kinds of events
 FlatSettings = dict[str, Any]  # "section.key" -> value
@@ -368,9 +371,21 @@ class RunFolder:
         return found
 
     def silent_since(self) -> float | None:
-        """Returns the Unix time of the last heartbeat, if the run seems to go on and that is longer ago than SILENT_S."""
+        """Returns the Unix time of the last heartbeat, if a run that goes on has had none for SILENT_S or GONE_S."""
         now = self.now() if self.state() == "running" else None
-        return time.time() - now.age_s if now is not None and now.age_s > SILENT_S else None
+        least = GONE_S if self._is_gone() else SILENT_S
+        return time.time() - now.age_s if now is not None and now.age_s > least else None
+
+    def _is_gone(self) -> bool:
+        """Tells whether rank 0 and all launchers were processes of this machine, and none is there any more."""
+        folder = self.folder / "heartbeats"
+        launchers = list(folder.glob("launcher_*.json"))
+        try:
+            beats = [read_json(path) for path in (folder / "rank_00000.json", *launchers)]
+            gone = [b["node"] == socket.gethostname() and start_ticks(int(b["pid"])) != b["started"] for b in beats]
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
+            return False
+        return bool(launchers) and all(gone)
 
     def now(self) -> Now | None:
         """Reads the phase of rank 0 at its last heartbeat; None without a readable one."""

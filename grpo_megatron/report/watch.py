@@ -12,6 +12,7 @@ from typing import Annotated, TextIO
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.problems import counted
 from grpo_megatron.report.kit import page_panels, render_report
 from grpo_megatron.report.progress import duration
 from grpo_megatron.report.run_folder import METRICS_FILE, RunFolder
@@ -194,8 +195,8 @@ def _sample(run: RunFolder, width: int) -> Iterator[str]:
     samples = [sample for sample in group["samples"] if sample["reward"] is not None] or group["samples"]
     best = max(samples, key=lambda sample: sample["reward"] or 0.0)
     numbers = [f"{name} {best[name]:.3g}" for name in ("reward", "advantage") if best[name] is not None]
-    text = ", ".join([*numbers, f"{best['tokens']:,} tokens"])
-    yield f"step {steps[-1]['step']}, the best of {len(group['samples'])} samples of a prompt: {text}"
+    text = ", ".join([*numbers, counted(best["tokens"], "token")])
+    yield f"step {steps[-1]['step']}, the best of {counted(len(group['samples']), 'sample')} of a prompt: {text}"
     yield from _folded("prompt", group["prompt"], width, 2)
     yield from _folded("response", "".join(piece[0] for piece in best["pieces"]), width, SAMPLE_LINES)
     yield from _folded("reference", group["answer"], width, 1)

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from grpo_megatron.checks.resume import InputDigests
 from grpo_megatron.config import Config
-from grpo_megatron.imports import installed_versions
+from grpo_megatron.imports import installed_versions, sources_digest
 from grpo_megatron.models.forward import MetricSums
 from grpo_megatron.models.layers.spec import choose_kernels
 from grpo_megatron.models.lora.table import lora_rows
@@ -474,17 +473,8 @@ def run_facts(config: Config, policy: Policy, tensors: Sequence[str]) -> dict[st
     return {
         "format": FORMAT,
         "libraries": installed_versions(TRACED_PACKAGES),
-        "code": {"sources": _sources_digest()},
+        "code": {"sources": sources_digest()},
         "machine": {"device": device.name or platform.machine(), "kernels": kernels},
         "layout": {**sizes, "rollout_tp": config.rollout.tensor_model_parallel_size, "roles": config.num_rollout_ranks},
         "tensors": list(tensors),
     }
-
-
-@functools.cache
-def _sources_digest() -> str:
-    folder = Path(__file__).parents[1]
-    digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()

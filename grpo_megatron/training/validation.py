@@ -16,6 +16,7 @@ from grpo_megatron.algo.plan import make_plan
 from grpo_megatron.algo.reward_models import calibration, calibration_table
 from grpo_megatron.checks.validate import Checked
 from grpo_megatron.config import ActorConfig, AlgorithmConfig, Config
+from grpo_megatron.config.problems import counted
 from grpo_megatron.data.responses import OfflineGroup
 from grpo_megatron.data.sampler import Sampler
 from grpo_megatron.models.policy import Policy
@@ -138,7 +139,7 @@ def _write_examples(path: Path, rows: Sequence[ValidationRow]) -> None:
 def _example(sample: Sample, value: float, is_truncated: bool) -> str:
     """Returns a sample as text, with what the reward function reports."""
     score = "-" if math.isnan(value) else f"{value:g}"
-    about = f"{len(sample.response_ids)} tokens{', truncated' if is_truncated else ''}, scored {score}"
+    about = f"{counted(len(sample.response_ids), 'token')}{', truncated' if is_truncated else ''}, scored {score}"
     notes = [f"{name}: {text}\n" for name, text in sample.reward_texts.items()]
     notes += [f"{sample.reward_failure}\n"] if sample.reward_failure else []
     reward = "".join(["--- reward\n", *notes]) if notes else ""

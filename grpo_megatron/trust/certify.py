@@ -26,6 +26,7 @@ import numpy as np
 import grpo_megatron
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.config.options import Argument, Option, Options
+from grpo_megatron.config.problems import counted
 from grpo_megatron.device import device_bytes
 from grpo_megatron.registry import find_modules
 from grpo_megatron.report.kit import PAGE_PARTS, html_page
@@ -340,10 +341,6 @@ def _layout(bench: Bench) -> ProofResult:
     return state, f"{' '.join(changes)}{of_depth}: {measured}"
 
 
-def _counted(ranks: int) -> str:
-    return f"{ranks} rank{'s' * (ranks != 1)}"
-
-
 def _order(bench: Bench) -> ProofResult:
     if not (bench.work / "layout/trace").is_dir():
         raise NotApplicable("there is no run of another layout to compare with")
@@ -353,7 +350,9 @@ def _order(bench: Bench) -> ProofResult:
         f"step {step}: the {stage}" for (step, stage), root in sides[0].items() if sides[1].get((step, stage)) != root
     ]
     layouts = (trace.facts_at(0)["layout"] for trace in (one, other))
-    sizes = " and ".join(f"{_counted(layout['world_size'])} ({layout['dp']} data-parallel)" for layout in layouts)
+    sizes = " and ".join(
+        f"{counted(layout['world_size'], 'rank')} ({layout['dp']} data-parallel)" for layout in layouts
+    )
     return RED if wrong else GREEN, f"{', '.join(wrong) or 'no prompts or seeds'} differ between {sizes}"
 
 
@@ -494,7 +493,7 @@ def run_checks(bench: Bench) -> int:
     """Make the base run, then the checks; returns the exit code. Raises ConfigError: the config cannot run."""
     try:
         name, code = _make_base(bench)
-        base = f"{STEPS} steps on {_counted(bench.num_ranks)}: {' '.join(bench.arguments)}"
+        base = f"{STEPS} steps on {counted(bench.num_ranks, 'rank')}: {' '.join(bench.arguments)}"
         if code:
             base = f"{name} ended with {code}: {bench.last_line(name)}"
     except subprocess.TimeoutExpired:

@@ -98,6 +98,13 @@ STAGE_CAUSES = {  # of the first stage that parts, where all stages before it ar
     "weights": "the optimizer: a lost moment, learning rate, clipping, weight decay, or a tensor that was not updated",
     "random state": "something has taken random numbers",
 }
+ACTS_IN = {  # beginnings of stages, and of the keys that act there: the likely ones where all before is equal
+    ("prompts", "images", "seeds"): ("data.", "model.", "rollout.seed", "trainer.seed"),
+    ("engine", "sampled", "responses", "routes"): ("rollout.", "model."),
+    ("reward", "scores"): ("reward", "rollout.multi_turn"),
+    ("old", "reference", "teacher", "values"): ("ref.", "teachers.", "critic.", "actor.", "model.", "rollout."),
+    ("",): ("actor.", "algorithm.", "critic.", "reward_model", "sft."),
+}
 AFTER_RESUME = "; it is the first step after a resume, so look first at what the checkpoint has lost"
 ONE_COMPUTES = "a setting, or a pass or optimizer step that one of the runs has left out"
 BY_ROUNDING = "rounding: another order of sums, or other kernels ({facts})"
@@ -478,6 +485,13 @@ def _cause_of(base: str) -> str:
     return f"{f'of the {prefix.strip()}: ' if prefix else ''}{STAGE_CAUSES[base.removeprefix(prefix)]}"
 
 
+def likely_first(stage: str, keys: Sequence[str]) -> list[str]:
+    """Sort keys that differ: those that act in the stage where two runs part come first."""
+    stage = re.sub(f"^({'|'.join(BESIDE)})", "", stage)
+    acting = next(begin for stages, begin in ACTS_IN.items() if stage.startswith(stages))
+    return sorted(keys, key=lambda key: not key.startswith(acting))
+
+
 def _explain(result: Diff, sides: _Sides) -> None:
     """Add the likely cause, the values, and differences that do not follow from the first."""
     first = result.first
@@ -498,7 +512,7 @@ def _explain(result: Diff, sides: _Sides) -> None:
     if first.step in (*sides.left.facts, *sides.right.facts) and first.step > min(sides.left.facts):
         result.cause += AFTER_RESUME
     if changed:
-        result.cause += f"; what differs and may change results: {', '.join(changed[:6])}"
+        result.cause += f"; what differs and may change results: {', '.join(likely_first(base, changed)[:6])}"
     result.independent = list(_independent(result, sides))
     result.texts = list(_values(first, sides))
 

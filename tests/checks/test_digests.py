@@ -94,7 +94,9 @@ def test_changed_inputs_are_refused_by_name_or_accepted(
     assert problem.startswith(f"{key}: {begun / name}" if change is not copy_beside else f"{key}: {begun}/model/")
     assert (
         text in problem
-        and f"since {begun}/out/checkpoints/step_000002; start a new run in another trainer.output_dir;" in problem
+        and f"since {begun}/out/checkpoints/step_000002; put the old one back, or start a new run" in problem
+        and problem.endswith("trainer.accept_changed_inputs=true")
+        is (change is not copy_beside)  # weights of another size
     )
     assert not capsys.readouterr().out
     assert not list(input_problems(config_of(begun, accept_changed_inputs=True), prints=True))
@@ -144,6 +146,10 @@ def test_one_process_of_a_run_compares_before_ranks_start(begun: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.train_files: .*train\.jsonl has changed \(sha256 "):
         validate(config_of(begun), 2, rehearsed=True)
     validate(config_of(begun), 2)
+    (begun / "train.jsonl").write_text("{}\n")  # accepting it would not make it rows
+    with pytest.raises(ConfigError, match=r"(?s)train\.jsonl.*has changed") as raised:
+        validate(config_of(begun), 2, rehearsed=True)
+    assert "accept_changed_inputs" not in str(raised.value)
 
 
 class Teacher(QuietHandler):

@@ -170,7 +170,7 @@ def test_epochs_and_validation_rows_that_cannot_be(run: Path, capsys: pytest.Cap
     """9 rows, and the file sets 4 steps. The rows of the training have no responses."""
     nine = "floor(9 rows / data.train_batch_size="
     for arguments, expected in {
-        ("trainer.total_epochs=1",): f"1 x {nine}8) = 1 steps, and trainer.total_training_steps=4; leave one",
+        ("trainer.total_epochs=1",): f"1 x {nine}8) = 1 step, and trainer.total_training_steps=4; leave one",
         ("trainer.total_epochs=4", "data.train_batch_size=10"): f"4 x {nine}10) = 0 steps; set data.train_batch_size=9",
         (f"data.val_loss_files=[{run}/train.jsonl]",): f"data.val_loss_files: data file '{run}/train.jsonl': 9 of 9",
     }.items():

@@ -408,6 +408,9 @@ def test_coefficients_of_zero_and_keys_of_the_users_own_functions_are_no_mistake
     [
         ("", None),
         ("actor.optim.lr=0", "actor.optim.lr=0: this model learns nothing"),
+        ("actor.optim.lr=1", "actor.optim.lr=1 is above 0.05, which is rarely meant: an update of AdamW moves"),
+        ("actor.kl_loss_coef=100", "actor.kl_loss_coef=100 is above 10"),
+        ("actor.optim.lr=0.03 actor.ppo_epochs=4", None),
         ("rollout.val_kwargs.n=4 data.val_files=[v.jsonl]", "the 4 answers to a prompt are the same"),
         ("rollout.val_kwargs.top_p=0.9", "rollout.val_kwargs.top_p=0.9 has no effect with temperature=0"),
         ("data.chat_template=t.jinja data.apply_chat_template=false", "'t.jinja' is not applied to prompts"),

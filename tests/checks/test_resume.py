@@ -126,7 +126,7 @@ def test_steps_that_were_drawn_ahead_need_a_correction(tmp_path: Path) -> None:
         return texts(refusals(tmp_path / "step_000002", saved, raw))
 
     (problem,) = refused(rollout_is=None)
-    assert "holds 1 steps that earlier weights have sampled" in problem and "set rollout_is=token" in problem
+    assert "holds 1 step that earlier weights have sampled" in problem and "set rollout_is=token" in problem
     assert refused() == []
 
 

@@ -449,7 +449,7 @@ def test_a_node_dies_and_the_other_one_goes_on_alone_with_the_bits_of_an_undistu
         assert run.launchers[1].wait(300) == -signal.SIGKILL, run.text(1)
         assert run.launchers[0].wait(300) == 0, run.text(0)
         out = run.text(0)
-    assert "healing: lost node 1 after 1 steps, with 2 ranks; goes on with 1, in the layout of the config" in out, out
+    assert "healing: lost node 1 after 1 step, with 2 ranks; goes on with 1, in the layout of the config" in out, out
     assert [event["kind"] for event in read_events(tmp_path / "healed") if event["kind"] != "failed"] == [
         *("started", "lost", "resumed", "healed", "done")
     ]

@@ -339,11 +339,11 @@ def test_trajectories_are_counted_and_make_no_rows(
     write_rollouts(tmp_path / "r", 0, [trajectory(prompts[0], 0, 1.0)])
     assert curate(tmp_path / "r", "--output", tmp_path / "rates") == 0
     assert curate(tmp_path / "r", "--output", tmp_path / "out", "--sft", 1) == 2
-    assert "1 responses are trajectories, which are left out" in capsys.readouterr().err
+    assert "responses for one (left out: 1 trajectory of several turns); widen" in capsys.readouterr().err
     mixed = [trajectory(prompts[0], 0, 1.0), sample(prompts[1], 1, 0, "yes", 1.0)]
     write_rollouts(tmp_path / "mixed", 0, mixed)
     assert curate(tmp_path / "mixed", "--output", tmp_path / "out", "--sft", 1) == 0
-    assert "1 rows from 2 problems (1 trajectories of several turns are left out)" in capsys.readouterr().out
+    assert "1 row from 2 problems (left out: 1 trajectory of several turns)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from grpo_megatron.config import ConfigError
 from grpo_megatron.data.benchmarks import BenchmarkProblem
-from grpo_megatron.evaluation.grading import Grade, grade, grade_file, grader_of, same_answers
+from grpo_megatron.evaluation import grading
+from grpo_megatron.evaluation.grading import Grade, KeptGrades, grade, grade_file, grader_of, same_answers
 from grpo_megatron.evaluation.ledger import LedgerEntry
 from grpo_megatron.evaluation.results import grade_samples
 from grpo_megatron.rewards.pool import RewardPool
@@ -59,6 +61,27 @@ def test_grades_of_math_and_what_takes_too_long(pool: RewardPool) -> None:
         *((True, "ok"), (False, "ok"), (False, "ok"), (False, "ok"), (True, "ok"))
     ]
     assert [verdict.prediction for verdict in grades] == ["(x+1)^2", "[1,2]", None, "(x+y+z+1)^{999}", "7"]
+
+
+def test_kept_grades_hold_for_equal_checkers_and_options(
+    tmp_path: Path, pool: RewardPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of any package and `--unsafe` grade again. So does a line that cannot be read."""
+
+    def graded() -> int:
+        kept = KeptGrades(tmp_path, "gsm8k")
+        assert grade("gsm8k", ["18"], ["#### 18"], pool, kept=kept) == [Grade(True, "18")]
+        return len(kept.path.read_text().splitlines())
+
+    assert graded() == graded() == 1
+    monkeypatch.setattr(grading, "distributions", lambda: [SimpleNamespace(name="math-verify", version="9")])
+    grading._grading_code.cache_clear()
+    assert graded() == graded() == 2
+    monkeypatch.setattr(pool, "kwargs", {"unsafe": True})
+    assert graded() == graded() == 3
+    grading._grading_code.cache_clear()
+    KeptGrades(tmp_path, "gsm8k").path.write_bytes(b'{"key"\n[1]\n{"key": "k", "grade": {"x": 1}}\n\xff\n')
+    assert not KeptGrades(tmp_path, "gsm8k").grades
 
 
 def test_names_of_graders() -> None:

@@ -443,7 +443,7 @@ def test_own_rows_have_the_mean_of_their_own_reward(
     assert "my_val mean reward (greedy)" in table and "+0.750" in table and "McNemar p" in table
 
     printed = run("a", ["x", "1", "2", "3"], "other")  # the first one's reward fails
-    assert "WARNING: the grader failed 1 times, first at other/0: " in printed and "'x'" in printed
+    assert "WARNING: the grader failed 1 time, at other/0: " in printed and "'x'" in printed
     merged = json.loads((tmp_path / "a" / "results.json").read_text())["tasks"]
     assert list(merged) == ["my_val", "other"] and merged["my_val"] == result and "my_val" in printed
     again = (tmp_path / "a" / "report.html").read_text()
@@ -489,13 +489,14 @@ def test_a_run_with_other_settings_is_refused(
         (["--tasks", "jsonl", "--file", "jsonl=x.jsonl"], "task 'jsonl' has no grader; set --reward module:function"),
         (["--tasks", "boxed"], "task 'boxed' names no data file; set --file boxed=PATH"),
         (["--format", "text", "--system-prompt", "x"], "--system-prompt needs a chat, and task 'gsm8k' is plain text"),
+        (["--against", "{out}/results.json"], "is the folder that this evaluation writes to; name that of another one"),
         (["--tp", "3"], "320 rows of the vocabulary over 3 leave 2; set one of 1, 2\n"),
     ],
 )
 def test_mistakes(
     more: list[str], words: str, tmp_path: Path, command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(command(*more)) == 2
+    assert main(command(*(one.replace("{out}", str(tmp_path / "out")) for one in more))) == 2
     assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

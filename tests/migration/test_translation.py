@@ -254,7 +254,7 @@ def test_lora_is_translated(row: dict[str, Any], tmp_path: Path) -> None:
         ("trl", TRL_OWN.format(rewards="brief", peft="own_config()"), ".py", "only a LoraConfig"),
         ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(use_dora=True)"), ".py", "only W0 .* is trained here"),
         ("trl", TRL_OWN.format(rewards="brief", peft="LoraConfig(modules_to_save=['lm_head'])"), ".py", "only W0"),
-        ("prime-rl", "[trainer.model.lora]\nalpha = 64\nrank = 32\n", ".toml", "training all weights instead would"),
+        ("prime-rl", "[trainer.model.lora]\nmodules_to_save = ['lm_head']\n", ".toml", "only W0"),
     ],
 )
 def test_lora_that_cannot_be_translated_is_refused(

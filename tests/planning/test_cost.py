@@ -83,6 +83,16 @@ def test_adapters_by_hand() -> None:
     assert gradient_seconds(split, LAYOUT, H100) < gradient_seconds(WORK, LAYOUT, H100) / 500
 
 
+def test_rows_of_an_expert_are_in_the_passes_alone() -> None:
+    """512 of them beside 1,024 samples: half as much again in each pass, and nothing in generation."""
+    mixed, longer = replace(WORK, expert_rows=512), replace(WORK, samples=1536)
+    for backward in (True, False):
+        assert pass_seconds(mixed, LAYOUT, H100, backward=backward) == pass_seconds(
+            longer, LAYOUT, H100, backward=backward
+        )
+    assert generation_seconds(mixed, LAYOUT, H100, 1e9) == generation_seconds(WORK, LAYOUT, H100, 1e9)
+
+
 def test_images_by_hand() -> None:
     """Qwen2.5-VL-7B, 250 image tokens per prompt: on all of 8 tensor-parallel ranks of stage 0, if the tower is trained."""
     arch = published.architecture("Qwen2.5-VL-7B-Instruct")

@@ -7,6 +7,8 @@ import io
 import json
 import os
 import pty
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_megatron.processes.process import start_ticks
 from grpo_megatron.report.kit import render_report
 from grpo_megatron.report.run_folder import RunFolder
 from grpo_megatron.report.watch import WatchOptions, sparkline, watch, watch_lines
@@ -89,6 +92,23 @@ def test_a_run_that_was_killed_is_noticed(tmp_path: Path) -> None:
     assert lines[2].startswith("no heartbeat since 2001-09-") and lines[2].endswith("killed; started again, it resumes")
     (folder / "events.jsonl").write_text(json.dumps(event("done", 3)) + "\n")
     assert lines_of(folder)[0].startswith("run: done, 3 of 40 steps")  # an end is an end, however old
+
+
+def test_a_run_whose_launcher_was_killed_here_is_noticed_at_once(tmp_path: Path) -> None:
+    """After 10 s, not 60: rank 0 and its launcher are gone. While one of them lives, or on another machine, nobody knows."""
+    folder, here = make_run(tmp_path / "run", steps=3, events=[event("started", 0)]), socket.gethostname()
+    living = {"node": here, "pid": os.getpid(), "started": start_ticks()}
+    dead = {**living, "started": 1}
+
+    def first_word(rank: dict[str, Any], launcher: dict[str, Any], age_s: float) -> str:
+        beat(folder, **rank)
+        (folder / "heartbeats/launcher_1.json").write_text(json.dumps(launcher))
+        os.utime(folder / "heartbeats/rank_00000.json", (time.time() - age_s,) * 2)
+        return lines_of(folder)[0].partition(",")[0]
+
+    assert first_word(dead, dead, 12) == "run: no sign of life"
+    assert first_word(dead, dead, 2) == first_word(dead, living, 12) == first_word(living, dead, 12) == "run: running"
+    assert first_word({**dead, "node": "elsewhere"}, dead, 12) == first_word(dead, {}, 12) == "run: running"
 
 
 def test_a_text_cannot_steer_the_terminal(tmp_path: Path) -> None:

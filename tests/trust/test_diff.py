@@ -30,6 +30,7 @@ from grpo_megatron.trust.compare import (
     _config_changes,
     compare_runs,
     compare_seams,
+    likely_first,
     poisson_tail,
 )
 from grpo_megatron.trust.diff import DiffOptions, print_diff
@@ -493,6 +494,27 @@ def test_honest_pairs_raise_no_alarm(runs: Path) -> None:
     for fault, stage in BEYOND_ROUNDING.items():
         judged = compare_runs(*traces(runs, "one/honest", f"tp2/{fault}"), tolerance=True)
         assert judged.verdict == "wrong" and judged.first and judged.first.stage == stage, (fault, judged.partings)
+
+
+def test_what_differs_is_named_in_the_order_of_its_likelihood() -> None:
+    keys = [
+        "actor.optim.lr",
+        "algorithm.lam",
+        "data.seed",
+        "data.train_files a.jsonl",
+        "reward.function",
+        "rollout.top_p",
+        "sources",
+    ]
+    for stage, first in {
+        "prompts": keys[2:4],
+        "responses": keys[5:6],
+        "rewards": keys[4:5],
+        "old log-probabilities": [keys[0], keys[5]],
+        "critic losses 1": keys[:2],
+    }.items():
+        named = likely_first(stage, keys)
+        assert named[: len(first)] == first and sorted(named) == keys, stage
 
 
 def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

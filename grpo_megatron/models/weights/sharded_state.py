@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -34,6 +34,7 @@ from grpo_megatron.models.policy import Policy
 from grpo_megatron.models.weights.local_shards import divide_among_replicas, optimizer_as_local_shards
 from grpo_megatron.models.weights.plain_data import check_plain, plain_data_only
 from grpo_megatron.models.weights.stream import unwrapped
+from grpo_megatron.parallel.control import RankError
 from grpo_megatron.parallel.mesh import Mesh, on_every_rank
 from grpo_megatron.storage.files import describe_space, sha256_of
 
@@ -258,7 +259,7 @@ def _without_unknown_extra_state(model: dict[str, Any], folder: Path) -> dict[st
 def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
     """Read back the state of `save_sharded`. Collective. `same_world`: the world size is unchanged; restore random states.
 
-    Raises RankError on every rank when the checkpoint has anything but plain data.
+    Raises RankError on every rank when the checkpoint has anything but plain data, or is of another model.
     """
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -271,7 +272,12 @@ def load_sharded(policy: Policy, folder: Path, *, same_world: bool) -> None:
             wanted["rng"] = _rng(policy, None)
         with plain_data_only():
             wanted["model"] = _without_unknown_extra_state(wanted["model"], folder)
-            state = dist_checkpointing.load(wanted, str(folder))
+            try:
+                state = dist_checkpointing.load(wanted, str(folder))
+            except (CheckpointException, CheckpointingException) as error:  # other shapes, on all ranks alike
+                why = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+                text = f"checkpoint {folder} does not fit the model: {why}; put back the folder of model.path"
+                raise RankError(f"{text}, or start a new run in another trainer.output_dir") from error
         missing, unexpected = unwrapped(policy.ddp).load_state_dict(state["model"], strict=False)
         missing = [name for name in missing if policy.lora is None or name in state["model"]]  # else it is the base's
         lost = [name for name in [*missing, *unexpected] if "_extra_state" not in name]

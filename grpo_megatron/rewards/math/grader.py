@@ -274,7 +274,9 @@ def _only_number(plain: str) -> str | None:
     return str(numbers[0])
 
 
-_FINAL_LINE = re.compile(r"(?:the )?final answer(?: is)?\s*:?\s*(?P<value>[^:\s].*)", re.IGNORECASE)
+_FINAL_LINE = re.compile(
+    r"(?:the )?(?:final answer(?: is)?\s*:?|answer(?: is)?\s*:)\s*(?P<value>[^:\s].*)", re.IGNORECASE
+)
 _EMPHASIS = re.compile(  # a pair of single marks: `_2` and `*` of a formula stay
     r"\*\*|__|`|^\s*(?:#+|>)\s*|(?<![\w)}])(?P<mark>[*_])(?=[^\s*_{])(?P<inner>.+?)(?<=\S)(?P=mark)(?![\w({])"
 )
@@ -284,7 +286,7 @@ def boxed_prediction(text: str) -> str | None:
     r"""Returns the prediction of a text, as it is written there. Several boxes in a row are a list. None without one.
 
     The last `\boxed{...}` (answers.py) counts, or a later `<answer>...</answer>`. Without both the last line counts if it
-    is a final answer: `**Final Answer:** 73`, or a heading with the answer below it.
+    is a final answer: `**Final Answer:** 73`, `Answer: $73$`, or a heading with the answer below it.
     """
     tag = text.rfind("<answer>")
     if tag < 0 and box_start(text) < 0:

@@ -35,8 +35,10 @@ _AS_PROGRAMS_WRITE = (  # 2*pi, sqrt(3), exp(-2), 1.5e3, sin(x), x**2, 14 + -1i;
     (re.compile(r"(?<![A-Za-z\\{])pi(?![A-Za-z}])"), r"\\pi "),
     (re.compile(r"(?<![A-Za-z\\])\\?sqrt" + _BRACKETS), r"\\sqrt{\1}"),
     (re.compile(r"(?<![A-Za-z\\])\\?exp" + _BRACKETS), r"e^{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])abs" + _BRACKETS), r"|\1|"),
     (re.compile(r"(?<![0-9A-Za-z.])([0-9]+(?:\.[0-9]+)?)[eE]\+?(-?[0-9]{1,3})(?![0-9A-Za-z._])"), r"\1\\times 10^{\2}"),
-    (re.compile(r"(?<![A-Za-z\\{])((?:arc)?(?:sin|cos|tan)|ln|log)(?=\()"), r"\\\1"),
+    (re.compile(r"(?<![A-Za-z\\{])a(?=(?:sin|cos|tan)h?\()"), "arc"),
+    (re.compile(r"(?<![A-Za-z\\{])((?:arc)?(?:sin|cos|tan)h?|cot|sec|csc|ln|log)(?=\()"), r"\\\1"),
     (re.compile(r"((?<![A-Za-z])[A-Za-z]|[0-9)])\*\*\(?(-?[0-9]+|[A-Za-z])\)?"), r"\1^{\2}"),
     (re.compile(r"\+\s*-(?=[0-9])"), "-"),
 )
