@@ -216,7 +216,9 @@ def test_a_device_is_no_folder() -> None:
 
 def test_a_binary_column_is_no_text(tmp_path: Path) -> None:
     pq.write_table(pa.table({"question": [b"1+1="], "image": [b"\x89PNG"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="row 0: field 'question' is binary, not a string; write the column as strings"):
+    with pytest.raises(
+        ValueError, match="row 0: field 'question' is binary, not a string; write the column as strings"
+    ):
         read_rows(tmp_path / "rows.parquet", _question)
     assert read_rows(tmp_path / "rows.parquet", lambda row: row["image"]) == ["iVBORw=="]
 

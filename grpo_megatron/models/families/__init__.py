@@ -96,11 +96,7 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
         raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of a value of another type
         sizes = {key: value for key, value in config.items() if re.match("num_|hidden_size|.*_(size|dim)$", key)}
-        odd = [
-            f"{key}={shown(value)}"
-            for key, value in sizes.items()
-            if value is not None and (type(value) is not int or value < 1)
-        ]
+        odd = [f"{key}={shown(v)}" for key, v in sizes.items() if v is not None and (type(v) is not int or v < 1)]
         where = f"a value that cannot be used{': ' if odd else ''}{', '.join(odd)}"
         raise UnsupportedModel(f"config.json has {where} ({cut(str(error))})") from error
     if not isinstance(arch, Architecture):
