@@ -254,6 +254,8 @@ class Run:
         generator, config = self.placement.generator, self.config
         if n is not None and n < 1:
             raise ValueError(f"n={n} responses to a prompt; ask for one or more, or leave n out for rollout.n")
+        if isinstance(prompts, str | Mapping):
+            raise ValueError("prompts is one prompt; give a list of them")
         if generator is None:
             raise RuntimeError(
                 f"algorithm.source={config.algorithm.source}, rollout.placement={config.rollout.placement}: this rank has"
@@ -355,11 +357,9 @@ class Run:
         KL penalty and entropy. Raises IndexError for a mini-batch that the batch lacks.
         """
         self._leave_rollout()
-        if not 0 <= mini_batch < len(batch.mini_batches):
-            raise IndexError(
-                f"mini_batch={mini_batch}, and the batch has {len(batch.mini_batches)} (actor.ppo_mini_batch_size); none:"
-                " no sample has a reward, or every token was rejected"
-            )
+        if not 0 <= mini_batch < (number := len(batch.mini_batches)):
+            why = "" if number else ": no sample has a reward, or every token was rejected"
+            raise IndexError(f"mini_batch={mini_batch}, and the batch has {number} (actor.ppo_mini_batch_size){why}")
         sums = self._compute_gradients(batch, self._loss_of(loss), mini_batch)
         ranks = self.mesh.all_gather(metric_parts(sums) if self.mesh.is_replica_reporter else {})
         return metric_values(ranks, self.config.actor)

@@ -171,6 +171,13 @@ def path_problem(path: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def existing_part(folder: Path) -> tuple[Path, str | None]:
+    """Returns the part of a path that exists, and why it is no folder; None: it is one."""
+    part = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    kind = "a file, not a folder" if part.exists() else "a link that leads nowhere"
+    return part, None if part.is_dir() else f"{str(part)!r} is {kind}; choose another"
+
+
 def integer_problem(value: int) -> str | None:
     """Says why an integer cannot be passed on: torch and vLLM take signed integers of 64 bits."""
     if -MAX_INTEGER <= value <= MAX_INTEGER:
@@ -225,6 +232,20 @@ def special_file_in(folder: Path) -> str | None:
             return f"{shown(str(entry.relative_to(folder)))}, which {error}"
         except OSError:  # a link that leads nowhere
             continue
+    return None
+
+
+_OTHER_CONTENT = {
+    b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it (git lfs pull)",
+    b"\x1f\x8b\x08": "compressed by gzip; decompress it (gunzip)",
+}
+
+
+def stand_in(file: Path) -> str | None:
+    """Names what a file holds in place of its content. None: neither a pointer of Git LFS nor a gzip file."""
+    with contextlib.suppress(OSError), file.open("rb") as stream:
+        start = stream.read(max(map(len, _OTHER_CONTENT)))
+        return next((text for mark, text in _OTHER_CONTENT.items() if start.startswith(mark)), None)
     return None
 
 

@@ -171,6 +171,7 @@ def own_numbers(folder: Path) -> dict[str, Any]:
         refuse("long", lambda: run.sample(["1 " * 40]))
         refuse("prompt", lambda: run.sample([3]))  # type: ignore[list-item]
         refuse("none", lambda: run.sample(run.prompts[:1], n=0))
+        refuse("one prompt", lambda: run.sample("1 + 1 ="))
     return {
         "same": same,
         "rows": (len(grpo), len(left_out)),
@@ -198,6 +199,7 @@ def test_advantages_and_losses_of_ones_own(tmp_path: Path) -> None:
         "long": "set data.max_prompt_length=40",
         "prompt": "a list of chat messages or a row, not 3",
         "none": "n=0 responses",
+        "one prompt": "prompts is one prompt; give a list of them",
     }
     for name, text in expected.items():
         assert text in result["refused"][name], name

@@ -16,7 +16,7 @@ HEAD = """# All keys of a config
 
 Every key with its default, its type and its effect. `grpo-megatron keys SECTION` prints the same, since when each default holds,
 and what a change means for a run that resumes ([training](training.md)). A key that is not in this list is an error, and so is
-one that is set without what it needs. Names follow verl where the meaning is the same.
+one that is set without what it needs (`KEY:FACT`: a value with this fact). Names follow verl where the meaning is the same.
 
 This page is written from the sources by `python -m tools.keys_page`.
 """

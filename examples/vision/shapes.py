@@ -1,4 +1,4 @@
-"""Draws the shapes example: pictures, rows, a tokenizer and a random Qwen2.5-VL of 0.8 M parameters; and its reward.
+"""Draws the shapes example: pictures, rows, a tokenizer and a random Qwen2.5-VL of 0.9 M parameters; and its reward.
 
     python examples/vision/shapes.py outputs/shapes     # --seed N: another draw of everything; --shuffled: pictures of other rows
 

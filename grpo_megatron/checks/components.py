@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,7 +241,8 @@ def _problem_of_task(config: Config, source: SourceFiles) -> Problem | str | Non
                 " set; set rollout.multi_turn to the task's multi_turn"
             )
         given = source.reward or reward_name(config.reward)
-        if not task.reward_names and given is None and not grades_itself(config):
+        is_graded = config.has_rule or source.val_files
+        if is_graded and not task.reward_names and given is None and not grades_itself(config):
             text = f"{key}={name!r} has no reward of its own; set reward.function"
             return Problem(text, ("reward.function", "reward.components"))
     except ValueError as error:
@@ -285,7 +287,7 @@ def reward_name_problems(config: Config) -> Problems:
         yield from component_problems(config)
         return
     named = [pair for source in sources_of(config) for pair in _reward_names_of(source, config.reward.function)]
-    for key, name in dict.fromkeys(named):
+    for key, name in filter(operator.itemgetter(1), dict.fromkeys(named)):  # "": nothing is graded
         if name == COMPOSITE:
             yield f"{key}={name!r} is the sum of {k.reward.components:key}; set those, and leave reward.function out"
             continue

@@ -12,7 +12,7 @@ from grpo_megatron.config.problems import Problem, Problems, keys_of
 from grpo_megatron.device import count_cuda_devices
 from grpo_megatron.report.loggers import check_loggers
 from grpo_megatron.rollout.build import engine_packages
-from grpo_megatron.untrusted import reason_of
+from grpo_megatron.untrusted import existing_part, reason_of
 
 logger = logging.getLogger(__name__)
 NO_DEVICE = "torch sees no CUDA device on this machine"
@@ -23,9 +23,9 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
     k, folder = keys_of(config), config.trainer.output_dir
     if folder.resolve().is_relative_to(config.model.path.resolve()):
         yield f"{k.trainer.output_dir} is in {k.model.path}, which a run only reads; set a folder outside of it"
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        yield f"{k.trainer.output_dir}: {str(existing)!r} is a file, not a folder; choose another"
+    existing, problem = existing_part(folder)
+    if problem:
+        yield f"{k.trainer.output_dir}: {problem}"
     else:
         try:
             tempfile.TemporaryDirectory(prefix=".grpo_", dir=existing).cleanup()  # root may do more than it can

@@ -29,6 +29,7 @@ from grpo_megatron.registry import FactRegistry
 from grpo_megatron.rewards.reward import rewards
 from grpo_megatron.rewards.services import exceeded
 from grpo_megatron.storage.run_files import owner_problem, rollout_files
+from grpo_megatron.untrusted import existing_part
 
 # -- Keys without effect: the conditions stand where the keys are declared (config.section.Needs) ----------------------
 
@@ -662,10 +663,9 @@ def rollout_file_problems(config: Config) -> Problems:
     rows = (*data.train_files, *data.val_files, *(one for s in data.sources for one in (*s.files, *s.val_files)))
     if beside := [str(path) for path in rows if path.suffix == ".jsonl" and folder.resolve() == path.resolve().parent]:
         yield f"{key} is the folder of {beside[0]!r}; a pattern of data files would read the rollouts; set another one"
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     is_kept = trainer.resume_mode == "disable"
-    if not existing.is_dir():
-        yield f"{key}: {str(existing)!r} is a file, not a folder; choose another"
+    if problem := existing_part(folder)[1]:
+        yield f"{key}: {problem}"
     elif is_kept and folder.resolve().is_relative_to(trainer.output_dir.resolve()):
         return  # moved aside with the rest of the earlier run
     elif is_kept and rollout_files(folder):

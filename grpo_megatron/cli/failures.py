@@ -293,11 +293,8 @@ def explain_failure(
         rank = min(silent, key=lambda rank: (failures[rank].exitcode in ENDED_BY_AGENT, rank))
         code = int(failures[rank].exitcode)
         if code >= 0:
-            return Cause(
-                code,
-                f"error: rank {rank}{place(rank)} ended with exit code {code} and gave no reason\n",
-                is_final=False,
-            )
+            why = " and gave no reason" + (", or the server that forks the ranks was ended" if code == 255 else "")
+            return Cause(code, f"error: rank {rank}{place(rank)} ended with exit code {code}{why}\n", is_final=False)
         name = failures[rank].signal_name()
         hint = " (the machine may have run out of memory: see dmesg)" if name == "SIGKILL" else ""
         text = f"error: rank {rank}{place(rank)} was ended by {name}{hint}\n"

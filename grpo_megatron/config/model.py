@@ -90,7 +90,7 @@ class LoraConfig(Section):
     """names, or a regular expression"""
     init: Annotated[Literal["kaiming", "gaussian"], Needs(".rank")] = "kaiming"
     """A's initial values: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank. B starts as zeros"""
-    path: Annotated[Path | None, Needs(".rank")] = None
+    path: Path | None = None
     """PEFT folder with the adapters to start from; null: new ones. Without rank, its adapter_config.json gives rank,
     alpha, use_rslora, target_modules and exclude_modules"""
     mode: Annotated[Literal["merged", "split"], Needs(".rank")] = "merged"

@@ -48,6 +48,7 @@ from grpo_megatron.untrusted import (
     read_json,
     reason_of,
     shown,
+    stand_in,
     surrogate_problem,
 )
 
@@ -74,6 +75,10 @@ Messages = list[dict[str, Any]]  # [{"role": "user", "content": "..."}, ...]
 Question = str | Messages
 
 
+class Base64(str):
+    """The text of a binary value: an image may be one, a prompt or an answer may not."""
+
+
 def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
     """Read the string `row[field]`. Raises ValueError when it is missing, of another type, or blank (unless `empty`)."""
     value = row.get(field)
@@ -81,6 +86,8 @@ def text_field(row: dict[str, Any], field: str, empty: bool = False) -> str:
         if field not in row:
             raise missing_field([field], row)
         raise ValueError(f"field {field!r} is {type_name(value)}, not a string")
+    if isinstance(value, Base64):
+        raise ValueError(f"field {field!r} is binary, not a string; write the column as strings")
     if len(value) > MAX_ROW:
         raise ValueError(f"field {field!r} has {len(value):,} characters; at most {MAX_ROW:,} are read")
     if problem := surrogate_problem(value):
@@ -100,6 +107,7 @@ def missing_field(fields: Sequence[str], row: dict[str, Any]) -> ValueError:
 def type_name(value: Any) -> str:
     """Name the type of a JSON value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", type(None): "null", int: "a number", float: "a number"}
+    names |= {bool: "true or false"}
     return names.get(type(value), type(value).__name__)
 
 
@@ -323,6 +331,8 @@ def _open(path: Path) -> RowFile:
     if glob.has_magic(str(path)) and not path.exists():
         raise ConfigError(f"data file {shown(str(path))}: no file matches this pattern")
     check_regular(path)
+    if other := stand_in(path):
+        raise ReadError(f"is {other}")
     if path.suffix == ".jsonl":
         return LineFile(path)
     if path.suffix in (".parquet", ".arrow"):
@@ -451,7 +461,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, list | tuple):  # a tuple is an entry of a map
         return [plain_value(item) for item in value]
     if isinstance(value, bytes):
-        return base64.b64encode(value).decode()
+        return Base64(base64.b64encode(value).decode())
     return value.isoformat() if isinstance(value, datetime.date | datetime.time) else str(value)
 
 
@@ -479,7 +489,8 @@ def files_of_split(path: Path) -> list[Path]:
         return data_files(str(path))
     if task_folders(path):
         return [path]
-    if path_problem(path) or path.suffix in FORMATS or path.is_file() or not (path.is_dir() or path.parent.is_dir()):
+    is_file = path_problem(path) or path.suffix in FORMATS or (path.exists() and not path.is_dir())
+    if is_file or not (path.is_dir() or path.parent.is_dir()):
         return [path]
     if not path.exists():
         splits = _splits_of(path.parent)

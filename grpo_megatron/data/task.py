@@ -405,6 +405,11 @@ def _lettered(choices: list[Any]) -> str:
 def _answer_of(rule: AnswerRule, row: dict[str, Any], field: str) -> str:
     """Read the reference answer, "" where there is none. Raises ValueError where the field is wrong."""
     value = row[field]
+    if rule == "verbatim" and (_is_number(value) or isinstance(value, list | dict)):
+        text = (
+            f"field {field!r} is {type_name(value)}, not a string; write it as text, or read it as JSON: data.task=trl"
+        )
+        raise ValueError(f"{text}, or a task file with `rule: any`")
     if rule == "verbatim" or (rule == "any" and isinstance(value, str)):
         return text_field(row, field, empty=True)
     if rule == "any":

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.processes.process import time_limit
-from grpo_megatron.untrusted import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in
+from grpo_megatron.untrusted import ReadError, cut, path_problem, read_json, read_text, shown, special_file_in, stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
     except BaseException as error:  # transformers raises many kinds; tokenizers a PanicException, which is no Exception
         reason = str(error).strip().partition("\n")[0][:300]
         reason = "there is none of its files" if reason.endswith("from one of: ") else reason
+        for file in filter(Path.is_file, sorted(Path(path).glob("*.[jm]*"))):  # tokenizer.json, tokenizer.model
+            if other := stand_in(file):
+                raise ConfigError(f"no tokenizer in {str(path)!r}: {file.name} is {other}") from error
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
         ) from error

@@ -340,6 +340,8 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path, refused: Cal
     file = tmp_path / "taken"
     file.write_text("")
     assert f"{str(file)!r} is a file, not a folder; choose another" in refused(f"trainer.output_dir={file}/run")
+    (link := tmp_path / "link").symlink_to("gone")
+    assert f"{str(link)!r} is a link that leads nowhere; choose another" in refused(f"trainer.output_dir={link}")
 
 
 def test_a_missing_package_is_refused_before_a_run_only(

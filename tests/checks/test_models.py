@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from grpo_megatron.checks import inputs, layout
+from grpo_megatron.checks.components import reward_name_problems
 from grpo_megatron.checks.inputs import read_train_prompts
 from grpo_megatron.checks.layout import family_problems, lora_problems
 from grpo_megatron.checks.methods import method_problems
@@ -27,7 +28,7 @@ from grpo_megatron.cli import main
 from grpo_megatron.cli.config_file import load_config, reward_defaults
 from grpo_megatron.cli.plan import plan_page
 from grpo_megatron.config import Config, ConfigError, RolloutConfig
-from grpo_megatron.config.problems import ProblemList
+from grpo_megatron.config.problems import Problem, ProblemList
 from grpo_megatron.exact.limits import exact_problems
 from grpo_megatron.models.architecture import UnsupportedModel
 from grpo_megatron.models.families import FAMILIES, architecture_of, hf_shapes
@@ -158,6 +159,14 @@ def test_the_layout_must_fit_both_models(run: Path, tmp_path: Path) -> None:
     runs.write_tokenizer(other)
     (line,) = problems(run, other, [*WORKS, "actor.megatron.pipeline_model_parallel_size=2"])
     assert line.startswith("reward_model.path=") and "does not divide the model's 3 layers" in line
+
+
+@pytest.mark.parametrize(("estimator", "count"), [("zero", 0), ("grpo", 1)])
+def test_rows_without_a_reward_are_for_teachers_alone(run: Path, estimator: str, count: int) -> None:
+    overrides = ["data.task=jsonl", "~data.val_files", "teachers.large.path=large"]
+    config = load_config(run / "run.yaml", [*overrides, f"algorithm.adv_estimator={estimator}"])
+    found = [Problem.of(problem).text for problem in reward_name_problems(config)]
+    assert found == count * ["data.task='jsonl' has no reward of its own; set reward.function"]
 
 
 def test_a_teacher_must_fit_the_policy(run: Path, tmp_path: Path) -> None:

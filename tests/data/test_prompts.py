@@ -165,6 +165,9 @@ def test_tokenizer_folders_that_cannot_be_used(
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen2"}')  # transformers makes an empty tokenizer
     with pytest.raises(ValueError, match=r"no tokenizer in .*\(none of merges.txt, tokenizer.json"):
         load_tokenizer(tmp_path / "empty", PLAIN)
+    (tmp_path / "empty" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(ValueError, match="tokenizer.json is a pointer of Git LFS in place of the file; fetch it"):
+        load_tokenizer(tmp_path / "empty", PLAIN)
     tokenizer.save_pretrained(tmp_path / "good")
     load_tokenizer(tmp_path / "good", PLAIN)
     assert "was saved as" not in caplog.text

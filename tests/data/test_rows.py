@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import gzip
 import json
 import shutil
 import struct
@@ -197,6 +198,8 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         ("latin.csv", b"question\n\xff\n", "is not UTF-8"),
         ("gone.jsonl", None, "cannot read data file .*gone.jsonl.*No such file"),
         ("no*.jsonl", None, "no file matches this pattern"),
+        ("packed.jsonl", gzip.compress(b"{}"), "is compressed by gzip; decompress it"),
+        ("pointer.parquet", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
     ],
 )
 def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, message: str) -> None:
@@ -204,6 +207,20 @@ def test_unusable_files(tmp_path: Path, name: str, content: str | bytes | None, 
         _write(tmp_path / name, content)
     with pytest.raises(ValueError, match=message):
         read_rows(tmp_path / name, _question)
+
+
+def test_a_device_is_no_folder() -> None:
+    with pytest.raises(ConfigError, match="'/dev/null': the name of a file must end with"):
+        read_rows(Path("/dev/null"), _question)
+
+
+def test_a_binary_column_is_no_text(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"question": [b"1+1="], "image": [b"\x89PNG"]}), tmp_path / "rows.parquet")
+    with pytest.raises(
+        ValueError, match="row 0: field 'question' is binary, not a string; write the column as strings"
+    ):
+        read_rows(tmp_path / "rows.parquet", _question)
+    assert read_rows(tmp_path / "rows.parquet", lambda row: row["image"]) == ["iVBORw=="]
 
 
 def test_an_id_of_the_hub_and_an_address_are_answered_with_what_to_do() -> None:

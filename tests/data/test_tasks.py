@@ -112,6 +112,7 @@ def test_choices_are_shuffled_by_a_seed(tmp_path: Path) -> None:
         ("svamp", {"Body": "b", "Question": "q", "Answer": None}, "field 'Answer' is null, not a number"),
         ("svamp", {"Body": "b", "Question": "q", "Answer": float("inf")}, "not a finite number"),
         ("arithmetic", {"prompt": "1+1", "answer": 2}, "is a number, not a string"),
+        ("jsonl", {"prompt": "1+1", "answer": 2}, "is a number, not a string; write it as text, or .*data.task=trl"),
         ("jsonl", {"prompt": [], "answer": ""}, "'prompt' is empty"),
         ("jsonl", {"prompt": ["x"], "answer": ""}, "a message must be an object"),
         ("jsonl", {"prompt": [{"role": "user"}], "answer": ""}, "'content' is missing"),

@@ -145,6 +145,8 @@ def _refused(config: dict[str, Any], message: str, family: str | None = None) ->
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen2", {"hidden_size": "128"}, "cannot be used: hidden_size='128' ("),
+    ("llama", {"num_attention_heads": 0, "head_dim": None}, "cannot be used: num_attention_heads=0 ("),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings=None"),
     ("qwen2", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE scaling 'dynamic'"),
     ("llama", {"rope_scaling": {**tiny.LLAMA3_ROPE, "high_freq_factor": 8.0}}, "llama3 RoPE scaling with high_freq"),

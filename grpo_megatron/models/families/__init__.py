@@ -7,6 +7,7 @@ the user's own is named by `model.family: my.module:FAMILY`, where FAMILY is a `
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,10 @@ def architecture_of(config: dict[str, Any], family: str | None = None) -> Archit
     except KeyError as error:
         raise UnsupportedModel(f"config.json has no {error.args[0]!r}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # of a value of another type
-        raise UnsupportedModel(f"config.json has a value that cannot be used ({cut(str(error))})") from error
+        sizes = {key: value for key, value in config.items() if re.match("num_|hidden_size|.*_(size|dim)$", key)}
+        odd = [f"{key}={shown(v)}" for key, v in sizes.items() if v is not None and (type(v) is not int or v < 1)]
+        where = f"a value that cannot be used{': ' if odd else ''}{', '.join(odd)}"
+        raise UnsupportedModel(f"config.json has {where} ({cut(str(error))})") from error
     if not isinstance(arch, Architecture):
         raise UnsupportedModel(
             f"model family {family!r}: architecture_from returned a {type(arch).__name__}, not a"

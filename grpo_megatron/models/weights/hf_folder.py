@@ -43,10 +43,9 @@ from grpo_megatron.models.weights.stream import (
 from grpo_megatron.parallel.mesh import Mesh, on_first_rank
 from grpo_megatron.storage.files import new_folder
 from grpo_megatron.types import WeightBucket
-from grpo_megatron.untrusted import read_json
+from grpo_megatron.untrusted import read_json, stand_in
 
 INDEX_FILE = "model.safetensors.index.json"
-LFS_POINTER = b"version https://git-lfs"
 OLD_BUFFERS = ("rotary_emb.inv_freq", "masked_bias")  # written by old exporters, and not read
 
 
@@ -110,10 +109,8 @@ class SafetensorsFolder:
                 slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118 - no dict
                 return {n: StoredTensor(file, n, s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
         except (SafetensorError, OSError) as error:
-            if isinstance(error, SafetensorError):
-                with file.open("rb") as start:
-                    if start.read(len(LFS_POINTER)) == LFS_POINTER:
-                        return f"{file}: a pointer of Git LFS in place of the file; fetch it (git lfs pull)"
+            if isinstance(error, SafetensorError) and (other := stand_in(file)):
+                return f"{file}: {other}"
             return f"{file}: not a readable safetensors file ({error})"
 
     def __enter__(self) -> SafetensorsFolder:
