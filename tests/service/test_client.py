@@ -65,10 +65,10 @@ def write_byte_model(folder: Path, hidden: int) -> None:
 
 
 def prefer_guesses(folder: Path) -> None:
-    """Change the model: it gives each of GUESSES almost half of the probability, whatever it has read."""
+    """Change the model: whatever it has read, it answers one of GUESSES, and the second four times as often."""
     tensors = read_tensors(folder)
     tensors["model.embed_tokens.weight"][:, :2] = torch.tensor([3.0, 0.0])
-    tensors["lm_head.weight"][-2:, :2] = torch.tensor([[1.5, 1.0], [1.5, -1.0]])
+    tensors["lm_head.weight"][-2:, :2] = torch.tensor([[1.3, 1.0], [1.5, -1.0]])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -186,12 +186,12 @@ def test_the_cookbooks_supervised_and_multi_turn_loops_learn(tmp_path: Path) -> 
     lora.run("-m", "tinker_cookbook.recipes.sl_loop", *options, f"log_path={log}", "batch_size=8", "lora_rank=8")
     losses = metrics(log, "train_mean_nll")
     assert len(losses) == 12 and sum(losses[-3:]) < 0.95 * sum(losses[:3]), losses
-    options += ["group_size=4", "batch_size=2", "max_tokens=1", "max_steps=6", "eval_every=0"]
+    options += ["group_size=4", "batch_size=2", "max_tokens=1", "max_steps=4", "eval_every=0"]
     log = lora.folder / "guess"
     options += ["renderer_name=role_colon", f"log_path={log}"]
     lora.run("-m", "tinker_cookbook.recipes.multiplayer_rl.guess_number.train", *options)
     turns, rewards = metrics(log, "env/all/turns_per_episode"), metrics(log, "env/all/reward/total")
-    assert turns == [10.0] * 6 and rewards[0] < -3 and sum(rewards[-2:]) > sum(rewards[:2]) + 5, rewards
+    assert turns == [10.0] * 4 and rewards[-1] > rewards[0] + 2, rewards
     assert lora.stop() == 0
 
 
