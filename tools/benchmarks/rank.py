@@ -26,7 +26,7 @@ from tools.benchmarks.workload import SAMPLES, WORKLOADS, Workload, machine, wri
 STEPS = 4  # of a turn of `service`
 servers: list[subprocess.Popen[bytes]] = []
 
-# The first is what the others are compared with. A way may return the processor seconds of another process.
+# The first is what the others are compared with. A way may return seconds of a processor, or (wall, processor).
 Ways = dict[str, Callable[[], Any]]
 
 
@@ -76,11 +76,12 @@ def measure(name: str, ways: Ways, repeats: int, steps: int) -> None:
         for way, call in ways.items():
             used = resource.getrusage(resource.RUSAGE_SELF)
             begin, processor = time.perf_counter(), used.ru_utime + used.ru_stime
-            elsewhere = call()
-            walls[way].append((time.perf_counter() - begin) / steps)
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            own = used.ru_utime + used.ru_stime - processor
-            processors[way].append((elsewhere if isinstance(elsewhere, float) else own) / steps)
+            told = call()
+            wall, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+            spent = used.ru_utime + used.ru_stime - processor
+            wall, spent = told if isinstance(told, tuple) else (wall, told if isinstance(told, float) else spent)
+            walls[way].append(wall / steps)
+            processors[way].append(spent / steps)
     print(f"{name} parameters, one thread, load {os.getloadavg()[0]:.1f}, medians of {repeats}")
     base: tuple[float, float] | None = None
     for way in ways:
@@ -400,14 +401,15 @@ def service(folder: Path, workload: Workload, mesh: Any) -> Ways:
             batch.old_logprobs = None
             policy.update(batch, loss)
 
-    def served() -> float:
-        before = family_processor_seconds(os.getpid())
+    def served() -> tuple[float, float]:
+        before, begin = family_processor_seconds(os.getpid()), time.perf_counter()
         for _ in range(STEPS):
             passed = client.forward_backward(data, "ppo")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-6, grad_clip_norm=1.0))
             passed.result(), stepped.result()
-        client.forward(data[:1], "ppo").result()  # after the snapshot
-        return family_processor_seconds(os.getpid()) - before
+        wall, processor = time.perf_counter() - begin, family_processor_seconds(os.getpid()) - before
+        client.forward(data[:1], "ppo").result()  # after a snapshot that the last step has begun
+        return wall, processor
 
     return {"the policy's update": whole, "the public client through serve-training": served}
 
