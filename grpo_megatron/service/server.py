@@ -380,8 +380,10 @@ class Server:
             return {"error": f"{REQUEST_FAILED}{error}", "category": "server"}
         path = f"tinker://{model.id}/{job.kind}/{folder.name}"
         if job.kind == "sampler_weights" and request.path is None:
-            session, number = self.sessions[model.session], request.sampling_session_seq_id or 0
-            return {"sampling_session_id": self._add_sampler(session, number, path, folder).id}
+            # Not the client's sampling_session_seq_id, which counts attempts, too: samples would depend on lost connections.
+            place = f"{model.id.rpartition(':')[2]}-{job.seq}"
+            sampler = self._add_sampler(self.sessions[model.session], place, path, folder)
+            return {"sampling_session_id": sampler.id}
         return {"path": path, **({"size_bytes": size} if job.kind == "external_weights" else {})}
 
     def _answer(self, job: Job, form: bytes, content: bytes | JsonObject) -> None:
@@ -600,8 +602,8 @@ class Server:
             raise RequestError(f"there is no sampling session {sampler_id[:200]!r}", 404)
         return sampler
 
-    def _add_sampler(self, session: Session, number: int, path: str | None, folder: Path | None) -> SamplingSession:
-        name = f"{session.id}:sample:{number}"
+    def _add_sampler(self, session: Session, place: str, path: str | None, folder: Path | None) -> SamplingSession:
+        name = f"{session.id}:sample:{place}"
         sampler = self.samplers.setdefault(name, SamplingSession(name, session.owner, session.id, path, folder))
         if sampler.folder != folder:
             raise RequestError(f"{name} exists with other weights; use a new sampling_session_seq_id")
@@ -614,7 +616,7 @@ class Server:
         session, path = self.session(request.session_id, owner), request.model_path
         self._check_base(request.base_model)
         folder = None if path is None else self.checkpoint(path, owner, ("sampler_weights",))
-        sampler = self._add_sampler(session, request.sampling_session_seq_id, path, folder)
+        sampler = self._add_sampler(session, str(request.sampling_session_seq_id), path, folder)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def sample(self, request: Any, owner: str, body: bytes) -> JsonObject:

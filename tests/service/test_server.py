@@ -162,7 +162,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
         "sampling_params": {"max_tokens": 2},
     }
-    sample |= {"sampling_session_id": f"{victim.session}:sample:0", "seq_id": 0}
+    sample |= {"sampling_session_id": f"{victim.session}:sample:0-4", "seq_id": 0}
     cut = [good[: rng.randrange(len(good))] for _ in range(40)]
     noise = [bytes(rng.randrange(256) for _ in range(rng.randrange(300))) for _ in range(35)]
     flipped = [bytes(b ^ (rng.random() < 0.01) * rng.randrange(256) for b in good) for _ in range(40)]
@@ -206,7 +206,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     requests += [
         ("asample", sample),
         ("retrieve_future", {"request_id": f"{foreign}:1"}),
-        ("retrieve_future", {"request_id": f"{victim.session}:sample:0:0"}),
+        ("retrieve_future", {"request_id": f"{victim.session}:sample:0-4:0"}),
         ("get_info", {"model_id": foreign}),
         ("session_heartbeat", {"session_id": victim.session}),
         (f"sessions/{victim.session}/finish", {}),
@@ -258,7 +258,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         yield "key", *enemy.ask("create_session", {"tags": []}, **headers)
     for path in (
         f"training_runs/{foreign}",
-        f"samplers/{victim.session}:sample:0",
+        f"samplers/{victim.session}:sample:0-4",
         f"training_runs/{foreign}/checkpoints",
     ):
         yield "get", *enemy.ask(path, method="GET")
@@ -325,7 +325,7 @@ def test_a_client_without_a_sign_of_life_frees_what_it_holds(tmp_path: Path) -> 
     ask(server, "optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})  # waits for 4
     assert run_all(server) == ["create", "snapshot", "save", "snapshot"]
     sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}}
-    sample |= {"sampling_session_id": f"{session}:sample:0"}
+    sample |= {"sampling_session_id": f"{session}:sample:0-1"}
     ask(server, "asample", {**sample, "seq_id": 0})
     assert run_all(server) == ["sample"] and len(server.jobs) == 3
     ask(server, "asample", {**sample, "seq_id": 1})
@@ -623,6 +623,21 @@ def test_equal_seeds_are_equal_samples(tmp_path: Path) -> None:
         ask(server, "asample", sample)
         seeds.append(server._samples[-1].request.seeds)
     assert seeds[0] == seeds[1] and len({one for pair in seeds for one in pair}) == 8
+
+
+def test_samples_do_not_depend_on_how_often_the_client_had_to_ask(tmp_path: Path) -> None:
+    """Its sampling_session_seq_id counts attempts to save weights, also those that found no server."""
+    seeds = []
+    for number in (0, 3):
+        server, _, _, model = opened(tmp_path / str(number))
+        save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": number}
+        ask(server, "save_weights_for_sampler", save)
+        assert run_all(server) == ["create", "snapshot"]
+        sampler = json.loads(server._stored_answer(f"{model}:1", next(iter(server.owners.values()))).body)
+        sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "seq_id": 0}
+        ask(server, "asample", {**sample, **sampler})
+        seeds.append(server._samples[-1].request.seeds)
+    assert seeds[0] == seeds[1]
 
 
 def test_wrong_json_is_refused_in_words() -> None:
