@@ -20,7 +20,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from grpo_megatron.service import wire
-from grpo_megatron.service.server import SAVES, Server, digest
+from grpo_megatron.service.server import Server, digest
 from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject
 from grpo_megatron.service.wire import RequestError, read_json_request
 
@@ -95,7 +95,7 @@ class HttpServer:
 
         yield Route("/api/v1/healthz", lambda request: JSONResponse({"status": "ok"}))
         yield Route("/api/v1/retrieve_future", self._guarded(retrieve), methods=["POST"])
-        for path in ("forward_backward", "optim_step", "load_weights", *SAVES):
+        for path in ("forward_backward", "optim_step", "load_weights", *wire.SAVES):
             yield of_model(path)
         yield route("client/config", lambda *_: flags)
         yield route("client/dynamic_config", lambda *_: {})
@@ -137,6 +137,9 @@ class HttpServer:
                 return JSONResponse({"error": str(error), "detail": str(error)}, error.status, headers=close)
             except ClientDisconnect:
                 return Response(status_code=400)
+            except OSError as error:  # the client comes again for 5 minutes
+                text = f"the server cannot write: {error.strerror}; make room in its trainer.output_dir"
+                return JSONResponse({"error": text, "detail": text}, 507)
             if isinstance(result, Response):
                 return result
             return Response(status_code=204) if result is None else JSONResponse(result)

@@ -26,15 +26,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from starlette.responses import JSONResponse, Response
 
 from grpo_megatron.config import ServiceConfig
-from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service import wire
 from grpo_megatron.service.store import CHECKPOINT_KINDS, REQUEST_FAILED, JsonObject, Store, numbered
 from grpo_megatron.service.wire import RequestError, read_json_request
-from grpo_megatron.service.work import Sampled, SampleJob
+from grpo_megatron.service.work import Sampled
 
 POLL_S = 30.0  # seconds that a client waits for an answer before it asks again
 MAX_STARTS = 3  # of a command that ends the server each time
@@ -42,11 +40,6 @@ MAX_AHEAD = 4096  # requests of one model that may arrive before one with a lowe
 MAX_KEPT_BYTES = 1 << 30  # of answers in memory that nobody has fetched; those of training are on disk, too
 SNAPSHOT_SHARE = 0.05  # of a model's computing time, that its snapshots take at most
 TOGETHER_S = 0.003  # a batch of samples begins when none has come for so long, or after twenty times as long
-SAVES = {
-    "save_weights": "weights",
-    "save_weights_for_sampler": "sampler_weights",
-    "save_weights_external": "external_weights",
-}
 METHODS = {"weights": "save", "sampler_weights": "snapshot", "external_weights": "export"}  # of Work
 # First byte of a stored answer -> its media type. E: the error of a request that changed nothing, and does not run again.
 MEDIA = {b"P": wire.PROTOBUF, b"J": "application/json", b"E": "application/json"}
@@ -183,9 +176,9 @@ class Server:
                 self.store.remove_sampler(name)
                 continue
             self.samplers[name] = sampler
-            for seq, body in self.store.requests(self.store.folder / "samplers" / name).items():
+            for body in self.store.requests(self.store.folder / "samplers" / name).values():
                 with contextlib.suppress(RequestError):
-                    self._add_sample(sampler, seq, read_json_request(wire.SampleRequest, body))
+                    self._queue_sample(self._read_sample(sampler, read_json_request(wire.SampleRequest, body)))
         for path in sorted((self.store.folder / "running").iterdir()):
             self._recall_running(path)
 
@@ -212,12 +205,7 @@ class Server:
         """Bring a model into memory: its last snapshot or its beginning, and then the requests since, again."""
         if model.is_loaded:
             return
-        num_loaded = sum(other.is_loaded for other in self.models.values())
-        if num_loaded >= self.config.max_models:
-            problem = (
-                f"{num_loaded} models are in memory (service.max_models); close a session, or wait until one is over"
-            )
-            raise RequestError(problem, 429)
+        self._check_memory()
         model.is_loaded, model.steps, model.passes = True, 0, 0
         snapshot, origin = self.store.snapshot(model.id), model.origin
         source = snapshot[1] if snapshot else origin["source"] and Path(origin["source"])
@@ -252,7 +240,7 @@ class Server:
                 if command is not None:
                     names = [job.id for job in command.jobs] or [f"{command.arguments[0]}:{command.method}"]
                     self.running = self.store.folder / "running" / names[0]
-                    with self.running.open("a") as file:
+                    with contextlib.suppress(OSError), self.running.open("a") as file:
                         file.write(" ".join(names) + "\n")
                 if command is not None or self._began >= end:
                     return command
@@ -287,26 +275,20 @@ class Server:
             if job.kind == "refused" or model.is_failed:
                 lost = f"{model.id} could not be brought into memory; load a checkpoint into a new model"
                 raise RequestError(request if job.kind == "refused" else lost)
+            if job.is_again and (job.kind in METHODS or (job.kind == "pass" and request.forward_only)):
+                return None
             if job.kind == "pass":
                 model.passes += not request.forward_only
-                return (
-                    None
-                    if job.is_again and request.forward_only
-                    else RankCommand("run_pass", (request,), {}, (job,), model)
-                )
+                return RankCommand("run_pass", (request,), {}, (job,), model)
             if job.kind == "step":
                 return RankCommand("step", (model.id, request.adam_params), {}, (job,), model)
             if job.kind == "load":
                 arguments = model.id, self.checkpoint(request.path, job.owner), model.lora
                 return RankCommand("load", arguments, {"optimizer": request.optimizer}, (job,), model)
-            if job.is_again:
-                return None
             name = f"{job.kind}/{request.path or f'session-{job.seq:010d}'}"
-            if (about := self.store.checkpoints(model.id).get(name)) is not None:
-                if not request.overwrite and about["seq"] != job.seq:  # else a kill came before its answer
-                    raise RequestError(f"{name} is there already; choose another name, or set overwrite")
-                self.store.remove_checkpoint(model.id, name)
-                shutil.rmtree(self.store.model(model.id) / name, ignore_errors=True)
+            about = self.store.checkpoints(model.id).get(name, {"seq": job.seq})
+            if about["seq"] != job.seq and not request.overwrite:  # the same: a kill came before its answer
+                raise RequestError(f"{name} is there already; choose another name, or set overwrite")
             return RankCommand(METHODS[job.kind], (model.id, self.store.model(model.id) / name), {}, (job,), model)
         except RequestError as error:
             self._fail(job, str(error))
@@ -316,7 +298,7 @@ class Server:
         """Answer the jobs of a command."""
         model = command.model
         with self.lock:
-            self.running.unlink()
+            self.running.unlink(missing_ok=True)
             if error is not None:
                 is_request = isinstance(error, RequestError)
                 if len(command.jobs) > 1 and not is_request:
@@ -324,6 +306,8 @@ class Server:
                     return
                 for job in command.jobs:
                     self._fail(job, str(error), "user" if is_request else "server")
+                if not command.jobs:
+                    print(f"{command.method} {command.arguments[0]}: {error}", flush=True)
                 if model is not None and not command.jobs and command.method in ("load", "create"):
                     model.is_failed = True
                 elif model is not None and command.method in ("load", "step") and not model.is_failed:
@@ -389,23 +373,29 @@ class Server:
         expires = None if request.ttl_seconds is None else time.time() + request.ttl_seconds
         about = {"time": time.time(), "size": size, "expires": expires, "user_metadata": request.user_metadata}
         about |= {"seq": job.seq, "is_unnamed": request.path is None}
-        self.store.write(folder.with_name(f"{folder.name}.json"), about)
+        try:
+            self.store.write(folder.with_name(f"{folder.name}.json"), about)
+        except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            return {"error": f"{REQUEST_FAILED}{error}", "category": "server"}
         path = f"tinker://{model.id}/{job.kind}/{folder.name}"
         if job.kind == "sampler_weights" and request.path is None:
-            number = request.sampling_session_seq_id or 0
-            return {"sampling_session_id": self._add_sampler(model.session, job.owner, number, path, folder).id}
+            # Not the client's sampling_session_seq_id, which counts attempts, too: samples would depend on lost connections.
+            place = f"{model.id.rpartition(':')[2]}-{job.seq}"
+            sampler = self._add_sampler(self.sessions[model.session], place, path, folder)
+            return {"sampling_session_id": sampler.id}
         return {"path": path, **({"size_bytes": size} if job.kind == "external_weights" else {})}
 
     def _answer(self, job: Job, form: bytes, content: bytes | JsonObject) -> None:
         if isinstance(content, dict):
             content = json.dumps(content).encode()
-        job.answer, job.request = (MEDIA[form], content), None
         if isinstance(job.target, Model) and job.seq:
             place = numbered(self.store.model(job.target.id) / "results", job.seq)
-            self.store.write(place, form + content)
+            self.store.write(place, form + content)  # an OSError ends the server, and the next start computes it again
             self.jobs.pop(job.id, None)
-            content = b""
-        self._kept += len(content)
+        else:
+            self._kept += len(content)
+        job.answer, job.request = (MEDIA[form], content), None
         answered = [one for one in self.jobs.values() if one.answer is not None] if self._kept > MAX_KEPT_BYTES else []
         for old in answered[: len(answered) // 2]:
             self._forget(old)
@@ -422,8 +412,8 @@ class Server:
     def create_session(self, request: Any, owner: str) -> JsonObject:
         """Begin a session."""
         session = Session(uuid.uuid4().hex, owner, time.monotonic())
-        self.sessions[session.id] = session
         self._write_session(session)
+        self.sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id}
 
     def _write_session(self, session: Session) -> None:
@@ -445,7 +435,8 @@ class Server:
         limit = time.monotonic() - self.config.session_timeout_s
         for session in self.sessions.values():
             if not session.is_over and session.seen < limit:
-                self.end(session)
+                with contextlib.suppress(OSError):  # a later start ends it again
+                    self.end(session)
         while self._removed:
             shutil.rmtree(self._removed.pop(), ignore_errors=True)
         busy = {id(job.target) for job in self._ready} | {id(command.model) for command in self._commands}
@@ -459,7 +450,6 @@ class Server:
     def end(self, session: Session) -> None:
         """End a session. Frees its answers, its samples, requests that wait for an earlier one, and weights without a name."""
         session.is_over = True
-        self._write_session(session)
         for model in [model for model in self.models.values() if model.session == session.id]:
             for seq in [*model.waiting]:
                 self.jobs.pop(model.waiting.pop(seq).id, None)
@@ -473,6 +463,7 @@ class Server:
         for job in [job for job in self.jobs.values() if job.target.session == session.id]:
             if job.answer is not None or job.kind == "sample":
                 self._forget(job)
+        self._write_session(session)
 
     # -- models ------------------------------------------------------------------------------------------------------
 
@@ -505,13 +496,9 @@ class Server:
         """Begin a training run of the base model."""
         self._check_base(request.base_model)
         rank, most = request.lora_config.rank if request.lora_config else 0, self.served.rank
-        if most is None and rank:
-            problem = "this server trains all weights, which rank=0 asks for (actor.lora.rank is null)"
-            raise RequestError(f"lora_config.rank={rank}: {problem}")
-        if most is not None and not 1 <= rank <= most:
-            raise RequestError(
-                f"lora_config.rank={rank}: this server has adapters of rank 1 to {most} (actor.lora.rank)"
-            )
+        if not (rank == 0 if most is None else 1 <= rank <= most):
+            has = "trains all weights: rank=0" if most is None else f"has adapters of rank 1 to {most}"
+            raise RequestError(f"lora_config.rank={rank}: this server {has} (actor.lora.rank)")
         origin = {"lora": request.lora_config.model_dump() if rank else None, "source": None, "optimizer": False}
         return self._new_model(request, owner, origin)
 
@@ -532,9 +519,10 @@ class Server:
         if model.origin != origin:
             raise RequestError(f"{model_id} exists, and began otherwise; use a new model_seq_id")
         if model_id not in self.models:
-            self._restore(model)  # raises before the model is known
+            self._check_memory()
             self.store.create_model(model_id, {"owner": owner, "session": session.id, "origin": origin})
             self.models[model_id] = model  # after the disk, which may be full
+            self._restore(model)
             if origin["source"] is not None:
                 self._take_snapshot(model, 0)  # the checkpoint may be removed
             self._arrival.notify()
@@ -550,7 +538,7 @@ class Server:
         body = path.encode() + b"\n" + content
         place = wire.place_of(path, content)
         if place is None:
-            kind, request = self._read_body(body)  # raises, or is the first request of a new model
+            kind, request = self._read(body)  # raises, or is the first request of a new model
             if kind != "load":
                 raise RequestError(f"{path} needs model_id and seq_id")
             with self.lock:
@@ -573,44 +561,34 @@ class Server:
                 self._arrival.notify()
         return {"request_id": job.id, "model_id": model.id}
 
+    def _check_memory(self) -> None:
+        loaded = sum(model.is_loaded for model in self.models.values())
+        if loaded >= self.config.max_models:
+            remedy = "close a session, or wait until one is over"
+            raise RequestError(f"{loaded} models are in memory (service.max_models); {remedy}", 429)
+
     def _check_room(self) -> None:
         waiting = len(self._ready) + len(self._samples) + sum(len(model.waiting) for model in self.models.values())
         if waiting >= self.config.max_queued:
             raise RequestError(f"{waiting} requests are waiting (service.max_queued); come again later", 429)
 
+    def _read(self, body: bytes) -> tuple[str, Any]:
+        return wire.read_request(body, self.served.vocab_size, self.served.max_tokens)
+
     def _read_job(self, model: Model, seq: int, body: bytes) -> Job:
         try:
-            kind, request = self._read_body(body)
+            kind, request = self._read(body)
         except RequestError as error:
             kind, request = "refused", str(error)
         return Job(f"{model.id}:{seq}", model.owner, kind, request, model, seq)
-
-    def _read_body(self, body: bytes) -> tuple[str, Any]:
-        """Returns kind and content of a model's request, whose first line is its path. Raises RequestError."""
-        line, _, content = body.partition(b"\n")
-        path = line.decode()
-        if path == "forward_backward":
-            return "pass", wire.read_pass(content, self.served.vocab_size, self.served.max_tokens)
-        if path in SAVES:
-            request = read_json_request(wire.SaveWeights, content)
-            if request.path is None and path != "save_weights_for_sampler":
-                raise RequestError("path: a checkpoint needs a name")
-            return SAVES[path], request
-        is_step = path == "optim_step"
-        return ("step" if is_step else "load"), read_json_request(
-            wire.OptimStep if is_step else wire.LoadWeights, content
-        )
 
     def list_checkpoints(self, model: Model) -> JsonObject:
         """Returns a model's checkpoints, the oldest first."""
         found = []
         for name, about in self.store.checkpoints(model.id).items():
-            one = {
-                "checkpoint_id": name,
-                "checkpoint_type": CHECKPOINT_KINDS[name.partition("/")[0]],
-                "size_bytes": about["size"],
-            }
-            one |= {"tinker_path": f"tinker://{model.id}/{name}", "user_metadata": about["user_metadata"]}
+            one = {"checkpoint_id": name, "checkpoint_type": CHECKPOINT_KINDS[name.partition("/")[0]]}
+            one |= {"tinker_path": f"tinker://{model.id}/{name}", "size_bytes": about["size"]}
+            one["user_metadata"] = about["user_metadata"]
             one["expires_at"] = about["expires"] and datetime.fromtimestamp(about["expires"], UTC).isoformat()
             found.append({**one, "time": datetime.fromtimestamp(about["time"], UTC).isoformat()})
         return {"checkpoints": sorted(found, key=lambda one: one["time"])}
@@ -624,14 +602,12 @@ class Server:
             raise RequestError(f"there is no sampling session {sampler_id[:200]!r}", 404)
         return sampler
 
-    def _add_sampler(
-        self, session: str, owner: str, number: int, path: str | None, folder: Path | None
-    ) -> SamplingSession:
-        name = f"{session}:sample:{number}"
-        sampler = self.samplers.setdefault(name, SamplingSession(name, owner, session, path, folder))
+    def _add_sampler(self, session: Session, place: str, path: str | None, folder: Path | None) -> SamplingSession:
+        name = f"{session.id}:sample:{place}"
+        sampler = self.samplers.setdefault(name, SamplingSession(name, session.owner, session.id, path, folder))
         if sampler.folder != folder:
             raise RequestError(f"{name} exists with other weights; use a new sampling_session_seq_id")
-        content = {"owner": owner, "session": session, "path": path, "folder": folder and str(folder)}
+        content = {"owner": session.owner, "session": session.id, "path": path, "folder": folder and str(folder)}
         self.store.create_sampler(name, content)
         return sampler
 
@@ -640,7 +616,7 @@ class Server:
         session, path = self.session(request.session_id, owner), request.model_path
         self._check_base(request.base_model)
         folder = None if path is None else self.checkpoint(path, owner, ("sampler_weights",))
-        sampler = self._add_sampler(session.id, owner, request.sampling_session_seq_id, path, folder)
+        sampler = self._add_sampler(session, str(request.sampling_session_seq_id), path, folder)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def sample(self, request: Any, owner: str, body: bytes) -> JsonObject:
@@ -650,42 +626,24 @@ class Server:
         request_id = f"{sampler.id}:{request.seq_id}"
         if request_id not in self.jobs:
             self._check_room()
-            self._add_sample(sampler, request.seq_id, request)
+            job = self._read_sample(sampler, request)
             self.store.write(numbered(self.store.folder / "samplers" / sampler.id, request.seq_id), body)
+            self._queue_sample(job)
             self._arrival.notify()
-        return {
-            "request_id": request_id,
-            "sample_sequence_ids": [f"{request_id}:{index}" for index in range(request.num_samples)],
-        }
+        ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
+        return {"request_id": request_id, "sample_sequence_ids": ids}
 
-    def _add_sample(self, sampler: SamplingSession, seq: int, request: Any) -> None:
-        prompt = np.asarray([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int64)
-        most, settings, last = self.served.max_tokens, request.sampling_params, request.prompt_logprobs_last_n
-        wire.check_tokens("prompt", prompt, self.served.vocab_size, most - 1)
-        if last is not None and last >= len(prompt):
-            raise RequestError(f"prompt_logprobs_last_n={last} of a prompt of {len(prompt)} tokens")
-        stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
-        if "" in stop or len(stop) > 64:
-            raise RequestError(
-                "stop: at most 64 ids or texts, none empty; the model's end tokens always end a response"
-            )
+    def _read_sample(self, sampler: SamplingSession, request: Any) -> Job:
+        """Raises RequestError."""
         # A seed alone decides; without one, the client's own numbers do: the same client has the same samples.
-        place = [sampler.id.partition(":")[2], seq] if settings.seed is None else []
-        base = [self.served.seed, *place, settings.seed, prompt.tolist()]
-        job = SampleJob(
-            prompt=tuple(prompt.tolist()),
-            seeds=tuple(stable_hash(json.dumps([*base, index])) for index in range(request.num_samples)),
-            max_tokens=min(settings.max_tokens or most, most - len(prompt)),
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k or -1,
-            stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
-            stop=tuple(one for one in stop if isinstance(one, str)),
-            num_scored=(last or len(prompt) - 1) if request.prompt_logprobs else None,
-        )
-        made = Job(f"{sampler.id}:{seq}", sampler.owner, "sample", job, sampler, seq)
-        self.jobs[made.id] = made
-        self._samples.append(made)
+        has_seed, seq = request.sampling_params.seed is not None, request.seq_id
+        place = (self.served.seed, *(() if has_seed else (sampler.id.partition(":")[2], seq)))
+        read = wire.read_sample(request, self.served.vocab_size, self.served.max_tokens, place)
+        return Job(f"{sampler.id}:{seq}", sampler.owner, "sample", read, sampler, seq)
+
+    def _queue_sample(self, job: Job) -> None:
+        self.jobs[job.id] = job
+        self._samples.append(job)
 
     # -- answers -----------------------------------------------------------------------------------------------------
 

@@ -55,13 +55,17 @@ class Store:
         os.chmod(folder, 0o700)
 
     def write(self, path: Path, content: JsonObject | bytes) -> None:
-        """Write a file: complete or not at all."""
+        """Write a file: complete or not at all. Raises OSError."""
         if isinstance(content, dict):
             write_file(path, json.dumps(content))
             return
         partial = path.with_name(f".{path.name}.partial")
-        partial.write_bytes(content)
-        partial.rename(path)
+        try:
+            partial.write_bytes(content)
+            partial.rename(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     def read_all(self, kind: str) -> Iterator[tuple[str, JsonObject]]:
         """Yields id and content of every session, model or sampler."""
@@ -83,7 +87,8 @@ class Store:
 
     def snapshot(self, model_id: str) -> tuple[int, Path] | None:
         """Returns the last request of the newest snapshot, and its folder; None: there is none."""
-        clear_leftovers(self.model(model_id))
+        for name in ("", *CHECKPOINT_KINDS):
+            clear_leftovers(self.model(model_id) / name)
         found = sorted(self.model(model_id).glob("state_*"))
         return (int(found[-1].name.removeprefix("state_")), found[-1]) if found else None
 

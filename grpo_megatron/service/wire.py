@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, create_model
 from pydantic_core import from_json
 
+from grpo_megatron.rollout.engine import stable_hash
 from grpo_megatron.service.losses import DEFAULTS, NEEDED
 
 PROTOBUF = "application/x-protobuf"
@@ -239,6 +240,45 @@ def sample_response(
     return bytes(message.SerializeToString())
 
 
+@dataclass(frozen=True)
+class SampleJob:
+    """One sampling request: as many responses as `seeds`, and log-probabilities of the prompt's last `num_scored` tokens."""
+
+    prompt: tuple[int, ...]
+    seeds: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    num_scored: int | None
+
+
+def read_sample(request: Any, vocab_size: int, max_tokens: int, place: Sequence[Any]) -> SampleJob:
+    """Checks a SampleRequest. Its seeds follow from `place`, its own seed, the prompt and their index. Raises RequestError."""
+    prompt = np.asarray([token for chunk in request.prompt.chunks for token in chunk.tokens], np.int64)
+    settings, last = request.sampling_params, request.prompt_logprobs_last_n
+    check_tokens("prompt", prompt, vocab_size, max_tokens - 1)
+    if last is not None and last >= len(prompt):
+        raise RequestError(f"prompt_logprobs_last_n={last} of a prompt of {len(prompt)} tokens")
+    stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or ()
+    if "" in stop or len(stop) > 64:
+        raise RequestError("stop: at most 64 ids or texts, none empty; the model's end tokens always end a response")
+    base = [*place, settings.seed, prompt.tolist()]
+    return SampleJob(
+        prompt=tuple(prompt.tolist()),
+        seeds=tuple(stable_hash(json.dumps([*base, index])) for index in range(request.num_samples)),
+        max_tokens=min(settings.max_tokens or max_tokens, max_tokens - len(prompt)),
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k or -1,
+        stop_token_ids=tuple(one for one in stop if isinstance(one, int)),
+        stop=tuple(one for one in stop if isinstance(one, str)),
+        num_scored=(last or len(prompt) - 1) if request.prompt_logprobs else None,
+    )
+
+
 # -- JSON requests: the protocol's fields. One with a single value, or None, is a field that is not served ---------------
 
 
@@ -371,6 +411,11 @@ SampleRequest = _request(
     base_model=(None, None),
     model_path=(None, None),
 )
+SAVES = {  # path of a request -> kind of a checkpoint
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
 Retrieve = _request("Retrieve", request_id=Id, allow_metadata_only=(bool, False))
 
 
@@ -382,3 +427,19 @@ def read_json_request(kind: Any, body: bytes) -> Any:
         places = [(".".join(map(str, one["loc"]))[:200], one["msg"][:300]) for one in error.errors()[:8]]
         wrong = [f"{place}: {text}".removeprefix(": ").replace("Value error, ", "") for place, text in places]
         raise RequestError("; ".join(wrong)) from None
+
+
+def read_request(body: bytes, vocab_size: int, max_tokens: int) -> tuple[str, Any]:
+    """Reads a request of a model, whose first line is its path. Returns its kind and content. Raises RequestError."""
+    line, _, content = body.partition(b"\n")
+    path = line.decode()
+    if path == "forward_backward":
+        return "pass", read_pass(content, vocab_size, max_tokens)
+    if path == "optim_step":
+        return "step", read_json_request(OptimStep, content)
+    if path not in SAVES:
+        return "load", read_json_request(LoadWeights, content)
+    request = read_json_request(SaveWeights, content)
+    if request.path is None and path != "save_weights_for_sampler":
+        raise RequestError("path: a checkpoint needs a name")
+    return SAVES[path], request

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,26 +32,11 @@ from grpo_megatron.report.metrics import Metrics
 from grpo_megatron.rollout.engine import Completion, Request, StopTexts
 from grpo_megatron.service.losses import token_losses
 from grpo_megatron.service.slots import Slots
-from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest, RequestError, WireDatum
+from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest, RequestError, SampleJob, WireDatum
 from grpo_megatron.storage.files import partial_of, publish_folder, remove_folder
 from grpo_megatron.training.colocation import build_colocation, build_export, build_policy
 from grpo_megatron.training.placement import join_world, with_engine_sequences
 from grpo_megatron.types import Batch, rows_of_mini_batch
-
-
-@dataclass(frozen=True)
-class SampleJob:
-    """One sampling request: as many responses as `seeds`, and log-probabilities of the prompt's last `num_scored` tokens."""
-
-    prompt: tuple[int, ...]
-    seeds: tuple[int, ...]
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    stop_token_ids: tuple[int, ...]
-    stop: tuple[str, ...]
-    num_scored: int | None
 
 
 @dataclass(frozen=True)
@@ -119,9 +105,14 @@ class Work:
                 remove_folder(partial)
             partial.mkdir(parents=True)
 
-        on_first_rank(self.mesh, task, start)
-        save_sharded(self.policy, partial / "state")
-        on_first_rank(self.mesh, task, functools.partial(publish_folder, partial, folder))
+        try:
+            on_first_rank(self.mesh, task, start)
+            save_sharded(self.policy, partial / "state")
+            on_first_rank(self.mesh, task, functools.partial(publish_folder, partial, folder))
+        except Exception:
+            if self.mesh.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+            raise
 
     def load(self, model_id: str, folder: Path, lora: LoraRequest | None, *, optimizer: bool) -> None:
         """Read a checkpoint into a loaded model or a new one, without the gradients since it. Raises RankError."""

@@ -6,9 +6,9 @@ import sys
 import tinker
 from tinker import types
 
-NAME = sys.argv[1]
+NAME, RANK = sys.argv[1], int(sys.argv[2])  # 0: all weights
 service = tinker.ServiceClient()
-client = service.create_lora_training_client(base_model=NAME, rank=4).result()
+client = service.create_lora_training_client(base_model=NAME, rank=RANK).result()
 tokens = client.get_tokenizer().encode("seven plus one is eight")
 weights = [1.0] * (len(tokens) - 1)
 inputs = {"target_tokens": tokens[1:], "weights": weights}
@@ -16,7 +16,7 @@ datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn
 losses = []
 for _ in range(6):
     passed = client.forward_backward([datum, datum], "cross_entropy")
-    stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
+    stepped = client.optim_step(types.AdamParams(learning_rate=1e-2 if RANK else 1e-3))
     losses.append(passed.result().metrics["loss:sum"])
     assert stepped.result().metrics["grad_norm"] > 0
 assert losses == sorted(losses, reverse=True), losses
@@ -44,6 +44,9 @@ assert again.forward([datum], "cross_entropy").result().metrics == forward.metri
 named = client.save_weights_for_sampler("b").result().path
 other = service.create_sampling_client(model_path=named).result()
 assert other.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scored
+base = service.create_sampling_client(base_model=NAME)
+assert base.compute_logprobs(types.ModelInput.from_ints(tokens)).result() != scored
+assert sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result() == scored
 print(client.save_weights_external("c").result().path)
 assert len(tinker.RestClient().list_checkpoints(client.model_id).result().checkpoints) == 4
 
@@ -55,7 +58,7 @@ except tinker.RequestFailedError as error:
     assert error.category is types.RequestErrorCategory.User and "vocabulary" in str(error), error
 assert client.forward([datum], "cross_entropy").result().metrics == forward.metrics
 for call, error in (
-    (lambda: service.create_lora_training_client(base_model="other", rank=4).result(), tinker.NotFoundError),
+    (lambda: service.create_lora_training_client(base_model="other", rank=RANK).result(), tinker.NotFoundError),
     (lambda: service.create_lora_training_client(base_model=NAME, rank=64).result(), tinker.BadRequestError),
     (lambda: tinker.ServiceClient(api_key="tml-" + "x" * 30).holder, tinker.AuthenticationError),
 ):

@@ -131,11 +131,16 @@ def read(name: str, content: bytes) -> Any:
     return message
 
 
-def loop(client: RawClient, steps: int, seed: int = 0, rank: int = 3) -> list[Any]:
-    """A small RL loop: two passes, a step, weights for a sampler, samples. Returns all numbers of the answers."""
-    client.open()
-    model, found, seq = client.create(0, seed=seed, rank=rank), [], 0
-    for step in range(steps):
+def loop(client: RawClient, steps: int, seed: int = 0, rank: int = 3, first: int = 0) -> list[Any]:
+    """A small RL loop: two passes, a step, weights for a sampler, samples. Returns all numbers of the answers.
+
+    `first` > 0: it goes on in the client's session.
+    """
+    if first == 0:
+        client.open()
+        client.create(0, seed=seed, rank=rank)
+    model, found, seq = f"{client.session}:train:0", list[Any](), 4 * first
+    for step in range(first, steps):
         futures: list[tuple[str, Any]] = []
         for part in range(2):
             data = make_data(3, "cross_entropy", seed=10 * step + part)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import json
 import os
 import random
+import resource
 import signal
 import socket
 import threading
@@ -26,7 +29,7 @@ from grpo_megatron.rollout.transformers_engine import TransformersEngine as Engi
 from grpo_megatron.service import server as server_module
 from grpo_megatron.service import wire
 from grpo_megatron.service import work as work_module
-from grpo_megatron.service.server import ServedModel, Server
+from grpo_megatron.service.server import METHODS, ServedModel, Server
 from grpo_megatron.service.slots import Slots
 from grpo_megatron.service.store import REQUEST_FAILED, Store
 from grpo_megatron.service.wire import RequestError, read_json_request
@@ -159,7 +162,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         "prompt": {"chunks": [{"tokens": [1], "type": "encoded_text"}]},
         "sampling_params": {"max_tokens": 2},
     }
-    sample |= {"sampling_session_id": f"{victim.session}:sample:0", "seq_id": 0}
+    sample |= {"sampling_session_id": f"{victim.session}:sample:0-4", "seq_id": 0}
     cut = [good[: rng.randrange(len(good))] for _ in range(40)]
     noise = [bytes(rng.randrange(256) for _ in range(rng.randrange(300))) for _ in range(35)]
     flipped = [bytes(b ^ (rng.random() < 0.01) * rng.randrange(256) for b in good) for _ in range(40)]
@@ -203,7 +206,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
     requests += [
         ("asample", sample),
         ("retrieve_future", {"request_id": f"{foreign}:1"}),
-        ("retrieve_future", {"request_id": f"{victim.session}:sample:0:0"}),
+        ("retrieve_future", {"request_id": f"{victim.session}:sample:0-4:0"}),
         ("get_info", {"model_id": foreign}),
         ("session_heartbeat", {"session_id": victim.session}),
         (f"sessions/{victim.session}/finish", {}),
@@ -255,7 +258,7 @@ def attack(enemy: RawClient, victim: RawClient, seed: int) -> Iterator[tuple[str
         yield "key", *enemy.ask("create_session", {"tags": []}, **headers)
     for path in (
         f"training_runs/{foreign}",
-        f"samplers/{victim.session}:sample:0",
+        f"samplers/{victim.session}:sample:0-4",
         f"training_runs/{foreign}/checkpoints",
     ):
         yield "get", *enemy.ask(path, method="GET")
@@ -322,7 +325,7 @@ def test_a_client_without_a_sign_of_life_frees_what_it_holds(tmp_path: Path) -> 
     ask(server, "optim_step", {"model_id": model, "seq_id": 5, "adam_params": {}})  # waits for 4
     assert run_all(server) == ["create", "snapshot", "save", "snapshot"]
     sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}}
-    sample |= {"sampling_session_id": f"{session}:sample:0"}
+    sample |= {"sampling_session_id": f"{session}:sample:0-1"}
     ask(server, "asample", {**sample, "seq_id": 0})
     assert run_all(server) == ["sample"] and len(server.jobs) == 3
     ask(server, "asample", {**sample, "seq_id": 1})
@@ -490,6 +493,119 @@ def test_a_request_that_ends_the_server_does_not_run_for_ever(tmp_path: Path, en
     assert "sample" in run_all(again)  # the other one, whose answer nobody has fetched
 
 
+def squeezed(client: RawClient, is_full: bool) -> Any:
+    """A loop whose disk is full for a while: files may have 3,000 bytes, less than a checkpoint, and then none.
+
+    Returns the answers outside this time; those of checkpoints; what these left; and those without room for anything.
+    """
+    client.open()
+    model, hard = client.create(0, seed=1), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    home = Path(f"{os.environ['SERVICE_OUT']}/service/models/{model}")
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size if is_full else hard, hard))
+
+    def train(seq: int) -> Iterator[bytes]:
+        yield client.result(client.send("forward_backward", pass_body(model, seq, data, "cross_entropy")))
+        adam = {"learning_rate": 0.02}
+        yield client.result(client.send("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": adam}))
+
+    def save(seq: int) -> Iterator[bytes]:
+        for number, path in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external")):
+            request = {"model_id": model, "seq_id": seq + number, "path": "a", "overwrite": seq > 9}
+            yield client.result(client.send(path, request))
+
+    data = make_data(3, "cross_entropy")
+    found = [*train(1)]
+    try:
+        limit(3000)
+        failed = [*save(3)]
+        left = [path for kind in METHODS for path in (home / kind).iterdir()]
+        limit(0)
+        body: Any = pass_body(model, 6, data, "cross_entropy")
+        refused = [client.ask("forward_backward", body), client.ask("create_session", {})] if is_full else []
+        sampler = {"session_id": client.session, "sampling_session_seq_id": 0}
+        sample: Any = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 3}, "seq_id": 0}
+        sample["sampling_session_id"] = f"{client.session}:sample:0"
+        refused += [client.ask("create_sampling_session", sampler)] if is_full else []
+        limit(hard)
+        client.send("create_sampling_session", sampler)
+        limit(0)
+        refused += [client.ask("asample", sample)] if is_full else []
+    finally:
+        limit(hard)
+    found += [client.result(client.send("asample", sample)), *train(6), *train(8)]
+    saved = [json.loads(one) for one in save(10)]
+    load = {"model_id": model, "seq_id": 13, "path": saved[0]["path"], "optimizer": True}
+    client.result(client.send("load_weights", load))
+    return [*found, *train(14)], failed, left, refused
+
+
+@ranks()
+def squeezing(config: Path) -> list[Any]:
+    runs = []
+    for kills in ([], [4, 8], None):
+        out = config.parent / f"squeezed-{kills}"
+        os.environ["SERVICE_OUT"] = str(out)
+        is_full = kills is not None
+        play = functools.partial(squeezed, is_full=is_full)
+        runs.append(served(config, out, play, kills or [], *LORA))
+    return runs
+
+
+def test_a_full_disk_costs_the_requests_that_it_has_no_room_for(config: Path) -> None:
+    """A checkpoint fails, and leaves nothing. Other requests are refused until there is room: the client comes again."""
+    [[*squeezed, (alone, saved, *_)]] = squeezing(1, config=config)
+    assert len(alone) == 9 and len(set(alone)) == 9 and not any(b"error" in one for one in saved)
+    for found, failed, left, refused in squeezed:
+        assert found == alone
+        assert [json.loads(one)["category"] for one in failed] == ["server"] * 3 and left == []
+        assert [status for status, _ in refused] == [507] * 4 and b"make room" in refused[0][1]
+
+
+def test_an_answer_that_cannot_be_written_is_computed_again(tmp_path: Path) -> None:
+    """The server ends; nobody has seen the answer."""
+    server, owner, _, model = opened(tmp_path)
+    assert run_all(server) == ["create"]
+    ask(server, "optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    command, job = server.take(0.0), server.jobs[f"{model}:1"]
+    assert command is not None
+    full = mock.patch.object(Path, "write_bytes", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full, pytest.raises(OSError, match="No space"):
+        server.finish(command, 1.0, None)
+    assert job.answer is None and not job.done.is_set()
+    again = Server(ServiceConfig(), Store(tmp_path), server.served)
+    assert run_all(again) == ["create", "step"]
+    assert b"grad_norm" in again._stored_answer(job.id, owner).body
+
+
+@ranks()
+def part_of_loop(config: Path, out: Path, session: str, first: int, last: int, rank: int, overrides: list[str]) -> Any:
+    def play(client: RawClient) -> Any:
+        client.session = session
+        return loop(client, last, rank=rank, first=first), client.session
+
+    return served(config, out, play, [], *overrides)
+
+
+@pytest.mark.parametrize(
+    ("rank", "overrides", "layout"),
+    [(0, ["model.exact=true"], []), (3, LORA, LAYOUTS["TP2"][1])],
+    ids=["DP2 to 1, exact", "TP2 to 1"],
+)
+def test_a_restart_with_fewer_ranks(config: Path, rank: int, overrides: list[str], layout: list[str]) -> None:
+    """A snapshot of step 2, and the requests of step 3: bit for bit with `model.exact`, else up to rounding."""
+    whole: Any = {"config": config, "session": "", "first": 0, "rank": rank, "overrides": overrides}
+    [(alone, _)] = part_of_loop(1, **whole, out=config.parent / f"one-{rank}", last=5)
+    out = config.parent / f"fewer-{rank}"
+    [(begun, session), _] = part_of_loop(2, **{**whole, "overrides": [*overrides, *layout]}, out=out, last=3)
+    [(rest, _)] = part_of_loop(1, **{**whole, "session": session, "first": 3}, out=out, last=5)
+    if overrides[0] == "model.exact=true":
+        assert begun + rest == alone
+    norms = [[one["metrics"]["grad_norm"] for one in run if isinstance(one, dict)] for run in (begun + rest, alone)]
+    assert len(set(norms[1])) == 5 and norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
 def test_equal_seeds_are_equal_samples(tmp_path: Path) -> None:
     """Also of different sampling sessions; without a seed, or with another prompt, they differ."""
     server, owner, session, _ = opened(tmp_path)
@@ -507,6 +623,21 @@ def test_equal_seeds_are_equal_samples(tmp_path: Path) -> None:
         ask(server, "asample", sample)
         seeds.append(server._samples[-1].request.seeds)
     assert seeds[0] == seeds[1] and len({one for pair in seeds for one in pair}) == 8
+
+
+def test_samples_do_not_depend_on_how_often_the_client_had_to_ask(tmp_path: Path) -> None:
+    """Its sampling_session_seq_id counts attempts to save weights, also those that found no server."""
+    seeds = []
+    for number in (0, 3):
+        server, _, _, model = opened(tmp_path / str(number))
+        save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": number}
+        ask(server, "save_weights_for_sampler", save)
+        assert run_all(server) == ["create", "snapshot"]
+        sampler = json.loads(server._stored_answer(f"{model}:1", next(iter(server.owners.values()))).body)
+        sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {}, "seq_id": 0}
+        ask(server, "asample", {**sample, **sampler})
+        seeds.append(server._samples[-1].request.seeds)
+    assert seeds[0] == seeds[1]
 
 
 def test_wrong_json_is_refused_in_words() -> None:

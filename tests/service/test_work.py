@@ -16,8 +16,8 @@ from grpo_megatron.checks.validate import validate_service
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.cli.serve_training import service_defaults
 from grpo_megatron.service.losses import DEFAULTS
-from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest
-from grpo_megatron.service.work import SampleJob, Work
+from grpo_megatron.service.wire import AdamSettings, LoraRequest, PassRequest, SampleJob
+from grpo_megatron.service.work import Work
 from tests.models.policies import named_gradients, whole
 from tests.service.inputs import LORA, make_data, make_service
 from tests.worlds import ranks

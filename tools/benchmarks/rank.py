@@ -23,20 +23,25 @@ from typing import Any
 
 from tools.benchmarks.workload import SAMPLES, WORKLOADS, Workload, machine, write_model
 
-STEPS = 10  # of a turn of `service`
+STEPS = 4  # of a turn of `service`
 servers: list[subprocess.Popen[bytes]] = []
 
-# The first is what the others are compared with. A way may return the processor seconds of another process.
+# The first is what the others are compared with. A way may return seconds of a processor, or (wall, processor).
 Ways = dict[str, Callable[[], Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: both")
+    parser.add_argument("--workload", choices=WORKLOADS, action="append", help="default: 0.4M; of service: 5M")
     parser.add_argument("--repeats", type=int, default=5)
 
 
-def benchmark(make: Callable[[Path, Workload, Any], Ways | list[Ways]]) -> Callable[[argparse.Namespace], int]:
-    """A command that measures the ways that `make(folder, workload, mesh)` gives, or each of several lists of ways."""
+def benchmark(
+    make: Callable[[Path, Workload, Any], Ways | list[Ways]], workload: str = "0.4M", steps: int = 1
+) -> Callable[[argparse.Namespace], int]:
+    """A command that measures the ways that `make(folder, workload, mesh)` gives, or each of several lists of ways.
+
+    `steps`: of each call of a way; the times are those of one.
+    """
 
     def command(args: argparse.Namespace) -> int:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -50,12 +55,12 @@ def benchmark(make: Callable[[Path, Workload, Any], Ways | list[Ways]]) -> Calla
         torch.set_num_threads(1)
         print(machine())
         mesh = build_mesh(Device("cpu"), tp=1, pp=1, rollout_tp=1)
-        for name in args.workload or list(WORKLOADS)[:1]:
+        for name in args.workload or [workload]:
             with tempfile.TemporaryDirectory(prefix="benchmark-rank-") as root:
                 write_model(Path(root) / "model", WORKLOADS[name])
                 made = make(Path(root) / "model", WORKLOADS[name], mesh)
                 for ways in made if isinstance(made, list) else [made]:
-                    measure(name, ways, args.repeats)
+                    measure(name, ways, args.repeats, steps)
                 while servers:
                     servers[-1].terminate()
                     servers.pop().wait()
@@ -64,18 +69,19 @@ def benchmark(make: Callable[[Path, Workload, Any], Ways | list[Ways]]) -> Calla
     return command
 
 
-def measure(name: str, ways: Ways, repeats: int) -> None:
+def measure(name: str, ways: Ways, repeats: int, steps: int) -> None:
     walls: dict[str, list[float]] = {way: [] for way in ways}
     processors: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats + 1):  # the first turn is not counted
         for way, call in ways.items():
             used = resource.getrusage(resource.RUSAGE_SELF)
             begin, processor = time.perf_counter(), used.ru_utime + used.ru_stime
-            elsewhere = call()
-            walls[way].append(time.perf_counter() - begin)
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            own = used.ru_utime + used.ru_stime - processor
-            processors[way].append(elsewhere if isinstance(elsewhere, float) else own)
+            told = call()
+            wall, used = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+            spent = used.ru_utime + used.ru_stime - processor
+            wall, spent = told if isinstance(told, tuple) else (wall, told if isinstance(told, float) else spent)
+            walls[way].append(wall / steps)
+            processors[way].append(spent / steps)
     print(f"{name} parameters, one thread, load {os.getloadavg()[0]:.1f}, medians of {repeats}")
     base: tuple[float, float] | None = None
     for way in ways:
@@ -84,6 +90,9 @@ def measure(name: str, ways: Ways, repeats: int) -> None:
         print(
             f"  {way:<60}{wall:8.3f} s {wall / base[0]:5.2f} x   processor {processor:8.3f} s {processor / base[1]:5.2f} x"
         )
+        if steps > 1 and wall != base[0]:
+            more, cost = 1000 * (wall - base[0]), 1000 * (processor - base[1])
+            print(f"  {'':<60}{more:+8.1f} ms a step      processor {cost:+8.1f} ms a step")
     sys.stdout.flush()
 
 
@@ -347,8 +356,8 @@ def distill(folder: Path, workload: Workload, mesh: Any) -> list[Ways]:
 def service(folder: Path, workload: Workload, mesh: Any) -> Ways:
     """Steps of PPO on all tokens, by the trainer, and by the public client through `serve-training` in another process.
 
-    Like the trainer, the client begins a step when the one before is complete. Each turn has STEPS steps, the default
-    distance of snapshots. Processor time is that of server and client.
+    Like the trainer, the client begins a step when the one before is complete. Each turn has STEPS steps, and snapshots are as
+    frequent as by default. Processor time is that of server and client.
     """
     import tinker
     import torch
@@ -392,18 +401,19 @@ def service(folder: Path, workload: Workload, mesh: Any) -> Ways:
             batch.old_logprobs = None
             policy.update(batch, loss)
 
-    def served() -> float:
-        before = family_processor_seconds(os.getpid())
+    def served() -> tuple[float, float]:
+        before, begin = family_processor_seconds(os.getpid()), time.perf_counter()
         for _ in range(STEPS):
             passed = client.forward_backward(data, "ppo")
             stepped = client.optim_step(types.AdamParams(learning_rate=1e-6, grad_clip_norm=1.0))
             passed.result(), stepped.result()
-        client.forward(data[:1], "ppo").result()  # after the snapshot
-        return family_processor_seconds(os.getpid()) - before
+        wall, processor = time.perf_counter() - begin, family_processor_seconds(os.getpid()) - before
+        client.forward(data[:1], "ppo").result()  # after a snapshot that the last step has begun
+        return wall, processor
 
     return {"the policy's update": whole, "the public client through serve-training": served}
 
 
-measure_service = benchmark(service)
+measure_service = benchmark(service, "5M", STEPS)
 measure_rollout, measure_exact, measure_distill = benchmark(rollout), benchmark(exact), benchmark(distill)
 measure_update, measure_transformers = benchmark(update), benchmark(transformers)

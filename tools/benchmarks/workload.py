@@ -1,4 +1,4 @@
-"""The two workloads of the step, update, rollout and transformers benchmarks: model, tokenizer, prompts and reward.
+"""The workloads of the step, update, rollout and transformers benchmarks: model, tokenizer, prompts and reward.
 
 All sides of a benchmark read the same folder. The end-of-sequence token has an embedding of zero beside logits of a
 standard deviation of 4, so that it is almost never sampled: every response has the intended length on every side.
@@ -87,6 +87,7 @@ class Workload:
 WORKLOADS = {
     "0.4M": Workload("0.4M", 2, 128, 384, 4, 2, 80, prompts=16, prompt_length=24, response_length=32),
     "0.5B": Workload("0.5B", 24, 896, 4864, 14, 2, 151936, prompts=32, prompt_length=512, response_length=512),
+    "5M": Workload("5M", 6, 256, 704, 8, 8, 2048, prompts=4, prompt_length=32, response_length=64),
     "26M": Workload("26M", 8, 512, 1376, 8, 8, 4096, prompts=8, prompt_length=64, response_length=128),
 }
 
