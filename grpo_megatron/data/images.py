@@ -26,6 +26,7 @@ from grpo_megatron.types import PromptImage
 from grpo_megatron.untrusted import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 
 IMAGE_MARK = "<image>"
+DATA_URI = "data:image;base64,"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # how their files begin in base64
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits; others would be cut off without a word
@@ -337,6 +338,47 @@ def flat_message(message: Any) -> Any:
             raise ValueError(f"a message has a content part of type {shown(kind)}; text and image are supported")
         texts.append(IMAGE_MARK if kind != "text" else str(part.get("text") or ""))
     return {**message, "content": "".join(texts)}
+
+
+# -- Messages of environments -------------------------------------------------------------------------------------------
+# A message may show images: {"role": ..., "content": "... <image> ...", "images": [IMAGE, ...]}, or content parts as above.
+# IMAGE is as in a row, or bytes or a Pillow image; a path is relative to the environment's working folder. Between processes
+# every image is a data: URI in a content part.
+
+
+def sent_message(message: Any) -> Any:
+    """Puts the images of an environment's message into its content, as data: URIs. Raises ValueError."""
+    images = message.get("images") if isinstance(message, Mapping) else None
+    if images and isinstance(message["content"], str):
+        parts = _parts(message["content"])
+        marks = sum(part["type"] == "image" for part in parts)
+        if marks not in (0, len(images)):
+            raise ValueError(
+                f"a message has {IMAGE_MARK} {marks} times, and {len(images)} images; write it once for each"
+            )
+        sources = iter(images)
+        parts = parts if marks else [{"type": "image"} for _ in images] + parts
+        content = [{**part, "image": next(sources)} if part["type"] == "image" else part for part in parts]
+    elif isinstance(message, Mapping) and isinstance(message.get("content"), list):
+        content = message["content"]
+    else:
+        return message
+    return {**{n: v for n, v in message.items() if n != "images"}, "content": [*map(_sent_part, content)]}
+
+
+def _sent_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image", "image_url"):
+        return part
+    source = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    if hasattr(source, "save"):  # Pillow's
+        file = io.BytesIO()
+        source.save(file, format="PNG")
+        source = file.getvalue()
+    if isinstance(source, Path):
+        source = str(source)
+    content = source if isinstance(source, bytes) else _content(located(source, Path()))
+    return {"type": "image", "image": f"{DATA_URI}{base64.b64encode(content).decode()}"}
 
 
 def located(source: Any, folder: Path) -> Path | bytes:
