@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import io
+import itertools
 import json
 import math
 import warnings
@@ -27,6 +28,7 @@ from grpo_megatron.untrusted import MAX_PATH, ReadError, check_regular, cut, rea
 
 IMAGE_MARK = "<image>"
 DATA_URI = "data:image;base64,"
+NOT_FILES = "an environment is given the paths of its row's images; write them into files"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # how their files begin in base64
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits; others would be cut off without a word
@@ -346,6 +348,23 @@ def flat_message(message: Any) -> Any:
 # every image is a data: URI in a content part.
 
 
+def are_files(row: Mapping[str, Any]) -> bool:
+    """Tells whether all images of a plain row (`ImageFormat.plain`) are files, which an environment can read."""
+    return all(image["path"] is not None for image in row.get("images") or ())
+
+
+def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Gives each message the images of its marks; without marks, all to the first user message."""
+    counts = [message["content"].count(IMAGE_MARK) for message in messages]
+    if not any(counts):
+        counts[next((n for n, message in enumerate(messages) if message["role"] == "user"), -1)] = len(images)
+    ends = [*itertools.accumulate(counts)]
+    return [
+        {**message, "images": [*images[end - count : end]]} if count else dict(message)
+        for message, count, end in zip(messages, counts, ends, strict=True)
+    ]
+
+
 def sent_message(message: Any) -> Any:
     """Puts the images of an environment's message into its content, as data: URIs. Raises ValueError."""
     images = message.get("images") if isinstance(message, Mapping) else None
@@ -370,7 +389,8 @@ def _sent_part(part: Any) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind not in ("image", "image_url"):
         return part
-    source = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    names = "image", "image_url", "url", "path"
+    source: Any = next((part[name] for name in names if part.get(name) is not None), None)
     if hasattr(source, "save"):  # Pillow's
         file = io.BytesIO()
         source.save(file, format="PNG")
