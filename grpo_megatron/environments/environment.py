@@ -38,7 +38,7 @@ class TurnRequest:
 
     `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of
     messages. `branch`: the messages are a full conversation, which does not continue the one so far. `answer`: the model's
-    turn before, as the client repeats it.
+    turn before, as the client repeats it. `seed`: is mixed into the run's seed of this turn.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -47,6 +47,7 @@ class TurnRequest:
     prompt: str | list[int] | None = None
     branch: bool = False
     answer: ChatMessage | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,15 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
     """Returns only what differs from its default, checked. Raises what `plain_json` raises."""
     wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
-    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool, "answer": dict}
+    types = {
+        "tools": list,
+        "max_tokens": int,
+        "stop": list,
+        "prompt": str | list,
+        "branch": bool,
+        "answer": dict,
+        "seed": int,
+    }
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")

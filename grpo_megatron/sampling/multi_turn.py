@@ -78,6 +78,7 @@ class Answer:
     branch: bool = False  # `token_ids` are a whole prompt
     seconds: float = 0.0  # of the environment's call
     images: tuple[PromptImage, ...] = ()  # in `token_ids`, whose first token is 0 for them
+    seed: int | None = None  # of the next turn, besides the run's
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Trajectory:
     message: str = ""  # why the environment failed
     turn_limit: int | None = None  # tokens of the next turn, where the environment set any
     turn_stop: StopTexts | None = None  # its texts; else `stop`
+    turn_seed: int | None = None
     last_finish: str = "stop"  # how the last turn ended
     branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
     routes: TokenRoutes = None  # of prompt and response
@@ -168,9 +170,10 @@ class Trajectory:
         """Returns the next turn: it may fill what is left of the response."""
         number, room = self.num_generated, self.limits.response - len(self.response_ids)
         self.asked_at = time.perf_counter()
+        seed = stable_hash(f"{self.seed}/{number}") if number else self.seed
         return Request(
             prompt_ids=(*self.prompt_ids, *self.response_ids),
-            seed=stable_hash(f"{self.seed}/{number}") if number else self.seed,
+            seed=seed if self.turn_seed is None else stable_hash(f"{seed}/{self.turn_seed}"),
             max_tokens=min(room, self.turn_limit or room),
             temperature=self.temperature,
             **vars(self.truncation),
@@ -341,6 +344,7 @@ class EnvironmentAnswers:
         for trajectory, answer in zip(trajectories, answers, strict=True):
             own = trajectory.stop.texts if trajectory.stop else ()
             trajectory.turn_limit, trajectory.turn_stop = answer.max_tokens, self._stop((*own, *answer.stop))
+            trajectory.turn_seed = answer.seed
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
@@ -369,7 +373,7 @@ class EnvironmentAnswers:
             else:
                 metrics[name] = value
         named: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
-        named |= {"branch": is_branch, "seconds": outcome.seconds, "images": images}
+        named |= {"branch": is_branch, "seconds": outcome.seconds, "images": images, "seed": step.request.seed}
         return Answer(token_ids, step.reward, step.done, metrics=metrics, **named)
 
     def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], tuple[PromptImage, ...], bool]:
