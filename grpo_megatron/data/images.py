@@ -353,31 +353,24 @@ def are_files(row: Mapping[str, Any]) -> bool:
     return all(image["path"] is not None for image in row.get("images") or ())
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+def illustrated(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
     """Gives each message the images of its marks; without marks, all to the first user message."""
-    counts = [message["content"].count(IMAGE_MARK) for message in messages]
+    counts, rest = [message["content"].count(IMAGE_MARK) for message in messages], iter(images)
     if not any(counts):
         counts[next((n for n, message in enumerate(messages) if message["role"] == "user"), -1)] = len(images)
-    ends = [*itertools.accumulate(counts)]
-    return [
-        {**message, "images": [*images[end - count : end]]} if count else dict(message)
-        for message, count, end in zip(messages, counts, ends, strict=True)
-    ]
+    return [{**m, "images": [*itertools.islice(rest, n)]} for m, n in zip(messages, counts, strict=True)]
 
 
 def sent_message(message: Any) -> Any:
     """Puts the images of an environment's message into its content, as data: URIs. Raises ValueError."""
     images = message.get("images") if isinstance(message, Mapping) else None
     if images and isinstance(message["content"], str):
-        parts = _parts(message["content"])
-        marks = sum(part["type"] == "image" for part in parts)
+        text, marks, rest = message["content"], message["content"].count(IMAGE_MARK), iter(images)
         if marks not in (0, len(images)):
-            raise ValueError(
-                f"a message has {IMAGE_MARK} {marks} times, and {len(images)} images; write it once for each"
-            )
-        sources = iter(images)
-        parts = parts if marks else [{"type": "image"} for _ in images] + parts
-        content = [{**part, "image": next(sources)} if part["type"] == "image" else part for part in parts]
+            counts = f"{IMAGE_MARK} {marks} times, and {len(images)} images"
+            raise ValueError(f"a message has {counts}; write it once for each, or not at all")
+        parts = _parts(text if marks else IMAGE_MARK * len(images) + text)
+        content = [{**part, "image": next(rest)} if part["type"] == "image" else part for part in parts]
     elif isinstance(message, Mapping) and isinstance(message.get("content"), list):
         content = message["content"]
     else:
@@ -395,8 +388,7 @@ def _sent_part(part: Any) -> Any:
         file = io.BytesIO()
         source.save(file, format="PNG")
         source = file.getvalue()
-    if isinstance(source, Path):
-        source = str(source)
+    source = str(source) if isinstance(source, Path) else source
     content = source if isinstance(source, bytes) else _content(located(source, Path()))
     return {"type": "image", "image": f"{DATA_URI}{base64.b64encode(content).decode()}"}
 

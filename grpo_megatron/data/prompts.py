@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig, TeacherConfig
 from grpo_megatron.config.problems import Problem
-from grpo_megatron.data.images import IMAGE_MARK, NOT_FILES, are_files, has_images, with_images
+from grpo_megatron.data.images import IMAGE_MARK, NOT_FILES, are_files, has_images, illustrated
 from grpo_megatron.data.rows import Messages, Question, RowSet, read_question
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
@@ -180,7 +180,7 @@ class RowRenderer:
             fields |= {"question": question, "columns": row, "data_source": source_of_row(row), "messages": messages}
             if self.renderer:
                 if messages and number in self.rows.image_sizes:
-                    messages = with_images(messages, row["images"])
+                    messages = illustrated(messages, row["images"])
                 fields["extra"] = {"row": {**row, "messages": messages}}  # what an environment's reset reads
         images = {} if number in self.rows.image_sizes else {"images": ()}
         return RowPrompt.of(

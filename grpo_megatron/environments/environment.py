@@ -233,15 +233,8 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
     """Returns only what differs from its default, checked. Raises what `plain_json` raises."""
     wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
-    types = {
-        "tools": list,
-        "max_tokens": int,
-        "stop": list,
-        "prompt": str | list,
-        "branch": bool,
-        "answer": dict,
-        "seed": int,
-    }
+    types: dict[str, Any] = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "answer": dict}
+    types |= {"branch": bool, "seed": int}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")

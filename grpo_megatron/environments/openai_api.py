@@ -174,15 +174,12 @@ def _shown(value: Any) -> Any:
     """Returns a content that may show images: its text, or its parts as an environment's message has them."""
     if not isinstance(value, list) or not any(isinstance(p, dict) and p.get("type") in IMAGE_PARTS for p in value):
         return _content(value)
-    return [
-        _image(part)
-        if isinstance(part, dict) and part.get("type") in IMAGE_PARTS
-        else {"type": "text", "text": _content([part])}
-        for part in value
-    ]
+    return [_shown_part(part) for part in value]
 
 
-def _image(part: Json) -> Json:
+def _shown_part(part: Any) -> Json:
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
+        return {"type": "text", "text": _content([part])}
     url = part.get("image_url")
     head, _, body = str(url.get("url") if isinstance(url, dict) else url).partition(",")
     if not (head.startswith("data:image") and head.endswith(";base64")):
@@ -334,7 +331,7 @@ def _reads_calls(body: Json) -> bool:
 def _num_answers(body: Json) -> int:
     count = 1 if body.get("n") is None else body["n"]
     if type(count) is not int or count < 1 or (count > 1 and body.get("stream")):
-        raise RefusedError(f"n={json.dumps(count)[:200]}: at least 1, and 1 in a stream")
+        raise RefusedError(f"n={json.dumps(count)[:200]}: leave it out, or set 1 or more (1 in a stream)")
     return count
 
 

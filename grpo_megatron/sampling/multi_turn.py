@@ -402,16 +402,10 @@ class EnvironmentAnswers:
         if not (sources := [part["image"] for part in parts if part["type"] == "image"]):
             return [*map(flat_message, messages)], []
         if (form := image_format(self.renderer.tokenizer)) is None:
-            raise ConfigError(
-                "they have images, and the model reads none; set model.path to one that does (Qwen2.5-VL)"
-            )
-        shown = [
-            {**m, "content": [{n: v for n, v in part.items() if n != "image"} for part in m["content"]]}
-            if isinstance(m["content"], list)
-            else m
-            for m in messages
-        ]
-        return shown, list(form.read({"images": sources}, Path(), [-1] * len(sources)))
+            raise ConfigError("they have images, and the model reads none; set a model.path that does (Qwen2.5-VL)")
+        for part in parts:
+            part.pop("image", None)  # the template reads only that there is one
+        return list(messages), list(form.read({"images": sources}, Path(), [-1] * len(sources)))
 
     def _whole(
         self, trajectory: Trajectory, messages: list[ChatMessage], images: list[PromptImage], request: TurnRequest
@@ -435,10 +429,11 @@ class EnvironmentAnswers:
         short: list[ChatMessage] = []
         for message in map(self.renderer.answered, messages):  # before the cut: broken tokens are more tokens
             content = message["content"]
-            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
             cut = [
-                {**p, "text": shorten(p["text"], self.renderer.tokenizer, limit, side)} if "text" in p else p
-                for p in parts
+                {**part, "text": shorten(part["text"], self.renderer.tokenizer, limit, side)}
+                if "text" in part
+                else part
+                for part in ([{"text": content}] if isinstance(content, str) else content)
             ]
             short.append({**message, "content": cut[0]["text"] if isinstance(content, str) else cut})
         return short

@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
         {"n": 2},
         "n=2: each further answer begins a sequence, and they are not recorded. Branches are recorded with",
     ),
-    "no answer": ({"n": 0}, "n=0: at least 1"),
+    "no answer": ({"n": 0}, "n=0: leave it out, or set 1 or more"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
     "chat_template_kwargs": (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
