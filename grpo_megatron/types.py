@@ -35,7 +35,7 @@ BY_MODEL = "(a reward model)"  # Prompt.reward: no reward function is called
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image of a prompt: its `digest`, its tokens as (rows, columns), the first of them in the prompt, its pixels.
+    """An image of a sequence: its `digest`, its tokens as (rows, columns), the first of them in the sequence, its pixels.
 
     `pixels` are 8-bit RGB, resized to whole tokens (data/images.py). The digest is of size and pixels.
     """
@@ -77,7 +77,8 @@ class Prompt:
         default=None, kw_only=True, compare=False
     )  # None: a plain text prompt
     pass_rate: float | None = field(default=None, kw_only=True)  # of data.sampling.pass_rates
-    images: tuple[PromptImage, ...] = field(default=(), kw_only=True)  # in the order of their places
+    # In the order of their places. A trajectory has those of its observations, too: their places are behind the prompt's.
+    images: tuple[PromptImage, ...] = field(default=(), kw_only=True)
     weight: float = field(default=1.0, kw_only=True)  # how often it is sampled, relative to the other prompts
     n: int | None = field(default=None, kw_only=True)  # responses; None: rollout.n
     max_tokens: int | None = field(default=None, kw_only=True)  # of a response; None: data.max_response_length

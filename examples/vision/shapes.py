@@ -13,9 +13,11 @@ import hashlib
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from grpo_megatron.environments.environment import ChatMessage, Environment, Step
 
 CELL = 28  # pixels: a cell is one token
 GRIDS = ((2, 2), (2, 3), (3, 2))  # rows, columns
@@ -86,6 +88,22 @@ def paint(picture: Picture) -> Any:
         elif shape == "circle":
             brush.ellipse(box, fill=colour)
     return image
+
+
+class SecondLook(Environment):
+    """Shows the row's picture, and then another one, whose shapes alone give the reward."""
+
+    gives_rewards = True
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.picture, self.is_shown = next(pictures(random.Random(seed), held_out=False)), False
+        return list(row["messages"])
+
+    def step(self, completion: str) -> Step:
+        if self.is_shown:
+            return Step([], exact(completion, str(sum(map(bool, self.picture.cells)))), done=True)
+        self.is_shown = True
+        return Step([{"role": "user", "content": "shapes?", "images": [paint(self.picture)]}])
 
 
 def write_rows(

@@ -505,11 +505,6 @@ def vision_problems(config: Config, arch: Architecture | None) -> Problems:
         )
     if vision.lr is not None and config.actor.optim.lr == 0:
         yield f"{k.actor.vision.lr} has the schedule of {k.actor.optim.lr}, scaled, which 0 cannot be; set actor.optim.lr"
-    if config.rollout.multi_turn.environment is not None:
-        yield (
-            f"{k.rollout.multi_turn.environment!r}: {images}, and a trajectory of several turns has none; leave"
-            f" rollout.multi_turn out, {remedy}"
-        )
     if config.rollout.quantization is not None:
         yield f"{k.rollout.quantization}: {images}, and vLLM would quantize the tower, too; leave rollout.quantization out"
     if has_critic(config.algorithm):

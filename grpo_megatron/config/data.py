@@ -143,7 +143,7 @@ class DataConfig(Section):
     image_min_pixels: Fixed[int | None] = Field(None, ge=1)
     """smaller images are scaled up; null: the model's limit"""
     max_images: Fixed[int] = Field(8, ge=1)
-    """most images of a prompt"""
+    """most images of a prompt, or of an environment's answer"""
 
     @property
     def has_prompts_to_validate(self) -> bool:

@@ -11,6 +11,7 @@ import base64
 import binascii
 import hashlib
 import io
+import itertools
 import json
 import math
 import warnings
@@ -26,6 +27,8 @@ from grpo_megatron.types import PromptImage
 from grpo_megatron.untrusted import MAX_PATH, ReadError, check_regular, cut, read_json, reason_of, shown
 
 IMAGE_MARK = "<image>"
+DATA_URI = "data:image;base64,"
+NOT_FILES = "an environment is given the paths of its row's images; write them into files"
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 ENCODED = ("iVBORw0KGgo", "/9j/", "UklGR", "Qk", "R0lGOD")  # how their files begin in base64
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")  # 8 bits; others would be cut off without a word
@@ -337,6 +340,57 @@ def flat_message(message: Any) -> Any:
             raise ValueError(f"a message has a content part of type {shown(kind)}; text and image are supported")
         texts.append(IMAGE_MARK if kind != "text" else str(part.get("text") or ""))
     return {**message, "content": "".join(texts)}
+
+
+# -- Messages of environments -------------------------------------------------------------------------------------------
+# A message may show images: {"role": ..., "content": "... <image> ...", "images": [IMAGE, ...]}, or content parts as above.
+# IMAGE is as in a row, or bytes or a Pillow image; a path is relative to the environment's working folder. Between processes
+# every image is a data: URI in a content part.
+
+
+def are_files(row: Mapping[str, Any]) -> bool:
+    """Tells whether all images of a plain row (`ImageFormat.plain`) are files, which an environment can read."""
+    return all(image["path"] is not None for image in row.get("images") or ())
+
+
+def illustrated(messages: Sequence[Mapping[str, Any]], images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Gives each message the images of its marks; without marks, all to the first user message."""
+    counts, rest = [message["content"].count(IMAGE_MARK) for message in messages], iter(images)
+    if not any(counts):
+        counts[next((n for n, message in enumerate(messages) if message["role"] == "user"), -1)] = len(images)
+    return [{**m, "images": [*itertools.islice(rest, n)]} for m, n in zip(messages, counts, strict=True)]
+
+
+def sent_message(message: Any) -> Any:
+    """Puts the images of an environment's message into its content, as data: URIs. Raises ValueError."""
+    images = message.get("images") if isinstance(message, Mapping) else None
+    if images and isinstance(message["content"], str):
+        text, marks, rest = message["content"], message["content"].count(IMAGE_MARK), iter(images)
+        if marks not in (0, len(images)):
+            counts = f"{IMAGE_MARK} {marks} times, and {len(images)} images"
+            raise ValueError(f"a message has {counts}; write it once for each, or not at all")
+        parts = _parts(text if marks else IMAGE_MARK * len(images) + text)
+        content = [{**part, "image": next(rest)} if part["type"] == "image" else part for part in parts]
+    elif isinstance(message, Mapping) and isinstance(message.get("content"), list):
+        content = message["content"]
+    else:
+        return message
+    return {**{n: v for n, v in message.items() if n != "images"}, "content": [*map(_sent_part, content)]}
+
+
+def _sent_part(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in ("image", "image_url"):
+        return part
+    names = "image", "image_url", "url", "path"
+    source: Any = next((part[name] for name in names if part.get(name) is not None), None)
+    if hasattr(source, "save"):  # Pillow's
+        file = io.BytesIO()
+        source.save(file, format="PNG")
+        source = file.getvalue()
+    source = str(source) if isinstance(source, Path) else source
+    content = source if isinstance(source, bytes) else _content(located(source, Path()))
+    return {"type": "image", "image": f"{DATA_URI}{base64.b64encode(content).decode()}"}
 
 
 def located(source: Any, folder: Path) -> Path | bytes:

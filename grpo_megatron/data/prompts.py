@@ -24,7 +24,7 @@ import numpy as np
 
 from grpo_megatron.config import ConfigError, DataConfig, TeacherConfig
 from grpo_megatron.config.problems import Problem
-from grpo_megatron.data.images import IMAGE_MARK, has_images
+from grpo_megatron.data.images import IMAGE_MARK, NOT_FILES, are_files, has_images, illustrated
 from grpo_megatron.data.rows import Messages, Question, RowSet, read_question
 from grpo_megatron.data.sampler import LazySequence, keep_fitting
 from grpo_megatron.data.task import Example, Task, get_task
@@ -179,6 +179,8 @@ class RowRenderer:
             messages = chat_of(self.data, self.task, question, examples)
             fields |= {"question": question, "columns": row, "data_source": source_of_row(row), "messages": messages}
             if self.renderer:
+                if messages and number in self.rows.image_sizes:
+                    messages = illustrated(messages, row["images"])
                 fields["extra"] = {"row": {**row, "messages": messages}}  # what an environment's reset reads
         images = {} if number in self.rows.image_sizes else {"images": ()}
         return RowPrompt.of(
@@ -268,9 +270,9 @@ class PromptReader(RowRenderer):
     def parsed(self, row: dict[str, Any]) -> ParsedRow:
         """Read a row, and check its images and its teacher. Raises ValueError."""
         parsed = parsed_row(self.task, self.reward, row)
-        if self.renderer and has_images(row):
-            raise ValueError("has images, and an environment's prompts have none; unset rollout.multi_turn.environment")
         self.check_images(parsed[0], row)
+        if self.renderer and has_images(row) and not are_files(row):
+            raise ValueError(f"has images, and one is no file: {NOT_FILES}")
         if self.teachers is not None:
             self.teachers.of(row)
         return parsed

@@ -14,9 +14,10 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from grpo_megatron.data.images import DATA_URI, sent_message
 from grpo_megatron.processes.pool import FloodedError
 from grpo_megatron.processes.process import (
     MAX_REWARD,
@@ -28,7 +29,7 @@ from grpo_megatron.processes.process import (
 )
 from grpo_megatron.registry import Registry
 
-ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it
+ChatMessage = dict[str, Any]  # {"role": ..., "content": ...} as chat templates read it; with images: see data/images.py
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class TurnRequest:
 
     `max_tokens` ends the turn, not the trajectory. `stop` are texts of this turn. `prompt`: text or ids instead of
     messages. `branch`: the messages are a full conversation, which does not continue the one so far. `answer`: the model's
-    turn before, as the client repeats it.
+    turn before, as the client repeats it. `seed`: is mixed into the run's seed of this turn.
     """
 
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -46,6 +47,7 @@ class TurnRequest:
     prompt: str | list[int] | None = None
     branch: bool = False
     answer: ChatMessage | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ def environment_class(name: str) -> type[Environment]:
 
 MAX_STEP_METRICS = 64  # a metric is one curve per name
 DEEPEST = 64  # lists and objects within each other: whoever walks through a message recurses
+MAX_IMAGES = 1 << 23  # characters of all images of one answer, as base64
 MAX_STOPS, MAX_STOP = 16, 1000  # texts of one turn; characters of one: each token of the turn is compared with them
 
 
@@ -164,18 +167,37 @@ def plain_json(value: object, max_characters: int) -> Any:
 
 def plain_messages(messages: object, max_characters: int) -> list[ChatMessage]:
     """Copies `messages`. Raises what `plain_json` raises, and TypeError for what is no message."""
+    images = 0
     if not isinstance(messages, list | tuple):
         raise TypeError(f"messages are {type(messages).__name__}, not a list of dicts")
     for message in messages:
         if not isinstance(message, Mapping):
             raise TypeError(f"a message is {type(message).__name__}, not a dict with 'role' and 'content'")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise TypeError(f"a message's {key!r} is {type(message.get(key)).__name__}, not a text")
+        images += _check_content(message.get("content"))
+        if not isinstance(message.get("role"), str):
+            raise TypeError(f"a message's 'role' is {type(message.get('role')).__name__}, not a text")
         for call in message.get("tool_calls") or ():
             check_call(call)
-    copied: list[ChatMessage] = plain_json([dict(message) for message in messages], max_characters)
+    if images > MAX_IMAGES:
+        raise FloodedError(f"the images have {images:,} characters in base64, and at most {MAX_IMAGES:,} are read")
+    copied: list[ChatMessage] = plain_json([dict(message) for message in messages], max_characters + images)
     return copied
+
+
+def _check_content(content: object) -> int:
+    """Raises TypeError unless a content is a text, or a list of texts and images (data/images.py). Returns images' characters."""
+    if isinstance(content, str):
+        return 0
+    if not isinstance(content, list):
+        raise TypeError(f"a message's 'content' is {type(content).__name__}, not a text")
+    size = 0
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        value = part.get(kind) if kind in ("text", "image") else None
+        if not isinstance(value, str) or (kind == "image" and not value.startswith(DATA_URI)):
+            raise TypeError(f"a content part of the type {str(kind)[:80]!r} is no text, and no image that was read")
+        size += len(value) if kind == "image" else 0
+    return size
 
 
 def check_call(call: object) -> None:
@@ -211,7 +233,8 @@ def plain_step(step: object, max_characters: int) -> dict[str, Any]:
 def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
     """Returns only what differs from its default, checked. Raises what `plain_json` raises."""
     wanted = {name: value for name, value in vars(request).items() if value != getattr(TurnRequest(), name)}
-    types = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "branch": bool, "answer": dict}
+    types: dict[str, Any] = {"tools": list, "max_tokens": int, "stop": list, "prompt": str | list, "answer": dict}
+    types |= {"branch": bool, "seed": int}
     for name, value in wanted.items():
         if not isinstance(value, types[name]):
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")
@@ -295,7 +318,7 @@ class _Session:
             numpy.random.seed(request["seed"] % (1 << 32))
         self._environment = self._environment or self._class(**self._kwargs)
         begun = self._call(self._environment.reset(request["start"], request["seed"]))
-        step = plain_step(begun if isinstance(begun, Step) else Step(begun), self._max_characters)
+        step = self._plain(begun if isinstance(begun, Step) else Step(begun))
         for completion in request["completions"]:
             step = self._step(completion)
         return step
@@ -303,7 +326,13 @@ class _Session:
     def _step(self, completion: str | None) -> dict[str, Any]:
         assert self._environment is not None
         returned = self._environment.finish() if completion is None else self._environment.step(completion)
-        return plain_step(self._call(returned), self._max_characters)
+        return self._plain(self._call(returned))
+
+    def _plain(self, step: Any) -> dict[str, Any]:
+        """Returns the fields of a Step, checked. Reads the images of its messages."""
+        if isinstance(step, Step) and isinstance(step.messages, list | tuple):
+            step = replace(step, messages=[*map(sent_message, step.messages)])
+        return plain_step(step, self._max_characters)
 
     def _call(self, returned: Any) -> Any:
         """Returns what a method returned, after it has run if it is a coroutine. All run in one event loop."""

@@ -27,6 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from grpo_megatron.data.images import DATA_URI
 from grpo_megatron.environments.environment import (
     ChatMessage,
     TurnRequest,
@@ -59,6 +60,7 @@ class ClientRequest:
     streams: bool
     reads_calls: bool = True  # False, with tool_choice "none": a call in the answer is text
     streams_usage: bool = False  # the last chunk of the stream has the usage and no choice
+    num_answers: int = 1  # the second and further ones are branches
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Reply:
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "chat/completions", "completions", "responses", "messages"
 ANY: tuple[Any, ...] = (...,)
 READ = {  # protocol -> fields whose values are read
-    CHAT: "messages tools max_completion_tokens max_tokens stop",
-    COMPLETIONS: "prompt max_tokens stop",
+    CHAT: "messages tools max_completion_tokens max_tokens stop n seed",
+    COMPLETIONS: "prompt max_tokens stop n seed",
     RESPONSES: "input instructions previous_response_id tools max_output_tokens stop",
     MESSAGES: "messages system tools max_tokens stop_sequences",
 }
@@ -104,7 +106,7 @@ UNSEEN = (  # no token depends on them
     " prompt_cache_options prompt_cache_retention request_id session_id cache_salt priority"
 )
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # field of OpenAI's or vLLM's server -> the values that change nothing
-    **dict.fromkeys(("top_p", "n", "best_of", "repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("top_p", "best_of", "repetition_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens"), (0,)),
     **dict.fromkeys(("echo", "ignore_eos", "continue_final_message", "use_beam_search", "background"), (False,)),
     **dict.fromkeys(("include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"), (False,)),
@@ -131,13 +133,12 @@ REQUEST_FIELDS[MESSAGES] |= {
     "tool_choice": ({"type": "auto"}, {"type": "none"}, {"type": "auto", "disable_parallel_tool_use": False}),
 }
 WHY = {
-    "seed": "the run's seeds decide the tokens, so that the samples of a group differ and a run can be repeated",
-    "n": "a trajectory is one sequence, with one answer to each request; the other samples of its group have agents of their own",
     "top_logprobs": "the run records the log-probabilities of the generated tokens only",
     "parallel_tool_calls": "the model writes as many calls as it does",
     **dict.fromkeys(("chat_template", "chat_template_kwargs", "documents"), "the run renders the messages"),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGE_PARTS = ("image_url", "input_image")
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 
 
@@ -169,6 +170,23 @@ def _content(value: Any) -> str:
     raise RefusedError(f"content is {json.dumps(value)[:200]}; only text is read")
 
 
+def _shown(value: Any) -> Any:
+    """Returns a content that may show images: its text, or its parts as an environment's message has them."""
+    if not isinstance(value, list) or not any(isinstance(p, dict) and p.get("type") in IMAGE_PARTS for p in value):
+        return _content(value)
+    return [_shown_part(part) for part in value]
+
+
+def _shown_part(part: Any) -> Json:
+    if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
+        return {"type": "text", "text": _content([part])}
+    url = part.get("image_url")
+    head, _, body = str(url.get("url") if isinstance(url, dict) else url).partition(",")
+    if not (head.startswith("data:image") and head.endswith(";base64")):
+        raise RefusedError(f"an image is {head[:80]!r}; only data:image/...;base64,... is read, and nothing is fetched")
+    return {"type": "image", "image": DATA_URI + body}
+
+
 def _message(message: Json) -> ChatMessage:
     """Returns a message as it is rendered. What a client adds to it may only be empty."""
     if not (isinstance(message.get("role"), str) and message["role"]):
@@ -178,7 +196,7 @@ def _message(message: Json) -> ChatMessage:
     read = {name: message[name] for name in MESSAGE if message.get(name) not in (None, "", [])}
     for call in read.get("tool_calls", ()):
         check_call(call)
-    return {**read, "content": _content(message.get("content"))}
+    return {**read, "content": _shown(message.get("content"))}
 
 
 def _listed(body: Json, name: str) -> list[Any]:
@@ -207,7 +225,8 @@ def _turn_request(body: Json, *limits: str, tools: list[Any], prompt: str | list
     if len(given) > 1:
         raise RefusedError(f"{' and '.join(limits)} differ: set one of them")
     stop = body.get("stop") or []
-    request = TurnRequest(tools, next(iter(given), None), [stop] if isinstance(stop, str) else stop, prompt)
+    seed = body.get("seed")
+    request = TurnRequest(tools, next(iter(given), None), [stop] if isinstance(stop, str) else stop, prompt, seed=seed)
     plain_request(request, MAX_BODY)
     return request
 
@@ -219,7 +238,7 @@ def read_chat(body: Json, conversation: Conversation) -> ClientRequest:
     """Reads a request of chat completions."""
     messages = [_message(message) for message in _listed(body, "messages")]
     request = _turn_request(body, "max_completion_tokens", "max_tokens", tools=_tools(body))
-    streams = bool(body.get("stream")), _reads_calls(body), _streams_usage(body)
+    streams = bool(body.get("stream")), _reads_calls(body), _streams_usage(body), _num_answers(body)
     return ClientRequest(messages, request, bool(body.get("logprobs")), *streams)
 
 
@@ -230,7 +249,7 @@ def read_completions(body: Json, conversation: Conversation) -> ClientRequest:
     if not is_ids and not (isinstance(prompt, str) and prompt):
         raise RefusedError("prompt: one text, or one list of token ids")
     request = _turn_request(body, "max_tokens", tools=[], prompt=prompt)
-    streams = bool(body.get("stream")), False, _streams_usage(body)
+    streams = bool(body.get("stream")), False, _streams_usage(body), _num_answers(body)
     return ClientRequest([], request, body.get("logprobs") is not None, *streams)
 
 
@@ -259,8 +278,8 @@ def read_responses(body: Json, conversation: Conversation) -> ClientRequest:
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             messages[-1] = _message({**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", []), call]})
         elif kind == "function_call_output":
-            text = _content(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+            content = _shown(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
         elif kind == "message" and is_answer:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + _content(item.get("content"))}
         elif kind == "message":
@@ -307,6 +326,13 @@ def read_messages(body: Json, conversation: Conversation) -> ClientRequest:
 
 def _reads_calls(body: Json) -> bool:
     return body.get("tool_choice") not in ("none", {"type": "none"})
+
+
+def _num_answers(body: Json) -> int:
+    count = 1 if body.get("n") is None else body["n"]
+    if type(count) is not int or count < 1 or (count > 1 and body.get("stream")):
+        raise RefusedError(f"n={json.dumps(count)[:200]}: leave it out, or set 1 or more (1 in a stream)")
+    return count
 
 
 def _streams_usage(body: Json) -> bool:
@@ -413,6 +439,15 @@ def write_messages(reply: Reply, model: str, question: ClientRequest) -> tuple[J
     return {**head, "content": content, **end, "usage": usage}, events
 
 
+def _with_choices(written: Sequence[Json]) -> Json:
+    """Returns one response with the choices of several. The prompt's tokens are counted once."""
+    first, usages = written[0], [one["usage"] for one in written]
+    counts = {"prompt_tokens": usages[0]["prompt_tokens"]}
+    counts["completion_tokens"] = sum(usage["completion_tokens"] for usage in usages)
+    choices = [{**one["choices"][0], "index": index} for index, one in enumerate(written)]
+    return {**first, "choices": choices, "usage": counts | {"total_tokens": sum(counts.values())}}
+
+
 PROTOCOLS: dict[str, tuple[Callable[[Json, Conversation], ClientRequest], Callable[..., tuple[Json, list[Json]]]]] = {
     CHAT: (read_chat, write_chat),
     COMPLETIONS: (read_completions, write_completions),
@@ -429,7 +464,7 @@ def _same(message: Mapping[str, Any]) -> Json:
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return {
         "role": message["role"],
-        "content": _content(message.get("content")),
+        "content": message.get("content") or "",
         "reasoning": message.get("reasoning_content"),
         "calls": [(call.get("name"), _arguments(call.get("arguments"))) for call in calls],
     }
@@ -472,7 +507,7 @@ class Conversation:
             assert self.prompt is not None
             if prompt[: len(self.prompt)] != self.prompt or len(prompt) == len(self.prompt):
                 raise RefusedError(f"the prompt does not go on where the last one and its completion end{NO_BRANCH}")
-            return [], TurnRequest([], request.max_tokens, request.stop, prompt[len(self.prompt) :])
+            return [], replace(request, tools=[], prompt=prompt[len(self.prompt) :])
         for number, (before, now) in enumerate(zip(self.messages, question.messages, strict=False)):
             if _same(before) != _same(now):
                 raise RefusedError(f"message {number} is another one than before{NO_BRANCH}")
@@ -480,7 +515,7 @@ class Conversation:
         if not new:
             raise RefusedError(f"nothing follows the messages and the answer before{NO_BRANCH}")
         answer = question.messages[len(self.messages) - 1]
-        return new, TurnRequest([], request.max_tokens, request.stop, answer=answer)
+        return new, replace(request, tools=[], answer=answer)
 
     def add(self, question: ClientRequest, turn: Json) -> Reply:
         """Adds the question and the model's turn, a JSON object of `sampling/multi_turn.py`."""
@@ -511,9 +546,10 @@ class Conversation:
         return reply
 
 
+RECORDED = ". Branches are recorded with rollout.multi_turn.kwargs.branches=samples only"
 NO_BRANCH = (
-    "; a trajectory is one conversation, each request of which repeats the one before and its answer, and adds to them."
-    " Another branch is recorded with rollout.multi_turn.kwargs.branches=samples only"
+    "; a trajectory is one conversation, each request of which repeats the one before and its answer, and adds to them"
+    f"{RECORDED}"
 )
 
 
@@ -557,7 +593,8 @@ class Endpoint:
         self._call_format, self._branches = call_format, branches
         self.questions: queue.Queue[tuple[list[ChatMessage], TurnRequest] | Exception | None] = queue.Queue()
         # used in the loop's thread only
-        self._pending: tuple[bytes, ClientRequest, asyncio.Future[Reply]] | None = None
+        self._pending: tuple[bytes, ClientRequest, asyncio.Future[list[Reply]]] | None = None
+        self._replies: list[Reply] = []  # to the pending request
         self._reset()
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else each answer waits 40 ms for an ACK
@@ -608,11 +645,17 @@ class Endpoint:
         def give() -> None:
             assert self._pending is not None
             _, question, waiting = self._pending
-            self._pending = None
             try:
-                waiting.set_result(self._conversation.add(question, turn))
+                self._replies.append(self._conversation.add(question, turn))
             except Exception as error:  # noqa: BLE001 - of whatever the model has written
+                self._pending = None
                 self.questions.put(error)
+                return
+            if len(self._replies) < question.num_answers:
+                self.questions.put((question.messages, replace(question.request, branch=True)))
+            else:
+                self._pending = None
+                waiting.set_result(self._replies)
 
         self._loop.call_soon_threadsafe(give)
 
@@ -632,18 +675,19 @@ class Endpoint:
         if form not in PROTOCOLS:
             return self._refused(f"there is no path {form[:200]!r}", 404)
         try:
-            question, reply = await self._reply(form, await _body(request))
+            question, replies = await self._reply(form, await _body(request))
         except ClientDisconnect:
             return Response(status_code=400)
         except Exception as error:  # noqa: BLE001 - of whatever a client has sent
             is_plain = type(error) in (RefusedError, ValueError)
             return self._refused(str(error) if is_plain else f"the request cannot be read: {describe(error)}", 400)
-        response, chunks = PROTOCOLS[form][1](reply, self._model, question)
+        written = [PROTOCOLS[form][1](reply, self._model, question) for reply in replies]
+        response, chunks = written[0]
         if not question.streams:
-            return JSONResponse(response)
+            return JSONResponse(response if len(replies) == 1 else _with_choices([one for one, _ in written]))
         return StreamingResponse(_events(chunks, named=form in (RESPONSES, MESSAGES)), media_type="text/event-stream")
 
-    async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, Reply]:
+    async def _reply(self, form: str, body: bytes) -> tuple[ClientRequest, list[Reply]]:
         if self._pending is not None and self._pending[0] == body:
             return self._pending[1], await asyncio.shield(self._pending[2])
         read = plain_json(json.loads(body), MAX_BODY)
@@ -653,14 +697,17 @@ class Endpoint:
         question = PROTOCOLS[form][0](read, self._conversation)
         if self._pending is not None:
             raise RefusedError("another request is being answered; a trajectory has one at a time")
+        if question.num_answers > 1 and not self._branches:
+            count = question.num_answers
+            raise RefusedError(f"n={count}: each further answer begins a sequence, and they are not recorded{RECORDED}")
         try:
             new = self._conversation.new_part(question)
         except RefusedError:
             if not (self._branches and self._conversation.num_turns and (question.messages or question.request.prompt)):
                 raise
             new = question.messages, replace(question.request, branch=True)
-        waiting: asyncio.Future[Reply] = self._loop.create_future()
-        self._pending = body, question, waiting
+        waiting: asyncio.Future[list[Reply]] = self._loop.create_future()
+        self._pending, self._replies = (body, question, waiting), []
         self.questions.put(new)
         return question, await asyncio.shield(waiting)  # a client that hangs up ends its own wait only
 

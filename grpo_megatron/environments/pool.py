@@ -15,7 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
+from grpo_megatron.data.images import flat_message
 from grpo_megatron.environments.environment import (
+    MAX_IMAGES,
     Environment,
     Outcome,
     environment_class,
@@ -61,7 +63,8 @@ class EnvironmentPool(PoolClient):
             "memory_bytes": int(memory_gib * (1 << 30)),
             "max_characters": max_characters,
         }
-        max_line = 12 * 3 * max_characters + (1 << 16)  # messages and a request; JSON writes a character in 12 bytes
+        # Messages and a request, of which JSON writes a character in 12 bytes; and images.
+        max_line = 12 * 3 * max_characters + MAX_IMAGES + (1 << 16)
         limits = Limits(max_line, MAX_OUTPUT, MAX_PROCESSES, keeps_state=True)
         # The order of sets must not depend on the process. One thread: libraries' pools of threads do not survive forks.
         variables = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -205,7 +208,7 @@ def try_episode(multi_turn: MultiTurnConfig, row: Mapping[str, Any], written: st
             raise ConfigError(
                 f"{key}: its reset gives no message for the first row of the data; the prompt would be empty"
             )
-        yield from ((message["role"], message["content"]) for message in outcome.step.messages)
+        yield from ((message["role"], flat_message(message)["content"]) for message in outcome.step.messages)
         if number:
             reward = "no reward" if outcome.step.reward is None else f"the reward {outcome.step.reward:g}"
             metrics = "".join(f", {name} {value:g}" for name, value in outcome.step.metrics.items())

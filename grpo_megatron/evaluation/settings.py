@@ -18,6 +18,7 @@ from typing import Any, Literal
 from grpo_megatron.config import ConfigError, DataConfig
 from grpo_megatron.config.problems import ProblemList
 from grpo_megatron.data.benchmarks import DataPlaces, Dataset, problem_prompts, read_datasets
+from grpo_megatron.data.images import NOT_FILES, are_files
 from grpo_megatron.data.prompts import check_tokenizer, image_format
 from grpo_megatron.data.task import Example, Task, get_tasks, recognised_task
 from grpo_megatron.data.tokenizer import TurnRenderer
@@ -262,10 +263,8 @@ def _task_run(options: EvaluateOptions, dataset: Dataset, model: AskedModel, giv
         raise ConfigError(f"--system-prompt needs a chat, and task {task.name!r} is plain text here; unset one of them")
     turns = None
     if task.multi_turn.environment is not None:
-        if dataset.rows.image_sizes:
-            raise ConfigError(
-                f"task {task.name!r} has an environment and rows with images; only single turns read images"
-            )
+        if dataset.rows.image_sizes and not all(are_files(problem.row) for problem in dataset.problems):
+            raise ConfigError(f"task {task.name!r}: a row has an image that is no file, and {NOT_FILES}")
         if format == "text":
             raise ConfigError(f"task {task.name!r} has an environment, whose turns are a chat; leave out --format text")
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,13 +126,16 @@ def shares_of(batch: Batch, rows: list[int]) -> list[Share]:
 
 
 def _num_common(batch: Batch, whole: int, row: int) -> int:
-    """The first tokens of a row's prompt that another row has, too. With images: all or none."""
+    """The first tokens of a row's prompt that another row has, too: up to the first image that differs, or is not whole."""
     prompt = batch.tokens[row][: batch.prompt_lengths[row]]
     other = batch.tokens[whole][: len(prompt)]
     differs = (prompt[: len(other)] != other).nonzero()
     size = int(differs[0]) if len(differs) else len(other)
-    if batch.images and (batch.images[whole] or batch.images[row]):
-        return size if size == len(prompt) and batch.images[whole] == batch.images[row] else 0
+    pairs = itertools.zip_longest(batch.images[whole], batch.images[row]) if batch.images else ()
+    for image, own in pairs:
+        first = min(one.first for one in (image, own) if one is not None)
+        if first < size and (image != own or first + image.num_tokens > size):
+            size = first
     return size if is_shared(size, len(prompt)) else 0
 
 
@@ -244,7 +248,7 @@ def _sequences(batch: Batch, rows: list[int], cp: int, has_images: bool) -> Iter
             states=states,
             targets=batch.tokens[row][prompt:] if batch.targets is None else batch.targets[row],
             routes=None if routes is None else _with_unknown(routes, len(tokens)),
-            images=[(size + image.first, image) for image in images if not shared],
+            images=[(size + image.first - shared, image) for image in images if image.first >= shared],
         )
         size += len(tokens)
 

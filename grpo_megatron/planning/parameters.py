@@ -364,12 +364,13 @@ def working_bytes(arch: Architecture, actor: ActorConfig, itemsize: int, *, laye
     return gradients + unit * layer_bytes(arch, actor, itemsize)
 
 
-def image_tokens(data: DataConfig, vision: Vision) -> tuple[int, int]:
-    """Returns the tokens of the largest image of a prompt, and of all its images."""
+def image_tokens(data: DataConfig, vision: Vision, *, in_turns: bool = False) -> tuple[int, int]:
+    """Returns the tokens of a prompt's largest image, and of all its images; `in_turns`: of all images of a trajectory."""
     largest = data.max_prompt_length
     if data.image_max_pixels is not None:
         largest = min(largest, data.image_max_pixels // (vision.patch * vision.merge) ** 2)
-    return largest, min(data.max_prompt_length, data.max_images * largest)
+    together = data.max_prompt_length + data.max_response_length
+    return largest, together if in_turns else min(data.max_prompt_length, data.max_images * largest)
 
 
 def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[float, float]:
@@ -383,7 +384,7 @@ def tower_bytes(config: Config, arch: Architecture, itemsize: int) -> tuple[floa
     if (vision := arch.vision) is None:
         return 0.0, 0.0
     actor, data, layer = config.actor, config.data, tower_layer_bytes(vision, itemsize)
-    largest, together = image_tokens(data, vision)
+    largest, together = image_tokens(data, vision, in_turns=config.rollout.multi_turn.environment is not None)
     tokens = actor.ppo_max_token_len_per_gpu * together / (data.max_prompt_length + data.max_response_length)
     merger = 4 * (itemsize + vision.gated) * vision.merge**2 * vision.width * (1 + vision.levels)
     kept = vision.merge**2 * vision.width * itemsize if recomputes_all(actor.megatron) else layer  # inputs only

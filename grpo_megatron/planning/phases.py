@@ -283,11 +283,12 @@ def image_bytes(config: Config, arch: Architecture, world_size: int, *, has_refe
         return 0.0
     megatron, batch = config.actor.megatron, config.data.train_batch_size
     ranks = megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
-    prompts = min(batch, math.ceil(batch * config.rollout.n * ranks / world_size))  # of the samples of a replica
-    largest, together = image_tokens(config.data, vision)
+    in_turns = config.rollout.multi_turn.environment is not None
+    samples = math.ceil(batch * config.rollout.n * ranks / world_size)  # of a replica
+    largest, together = image_tokens(config.data, vision, in_turns=in_turns)
     per_token = 3 * (vision.patch * vision.merge) ** 2  # two frames of float32, for an image at a time
     kept = MAX_KEPT * (config.actor.vision.is_frozen + has_reference)
-    return per_token * (prompts * together + 8 * largest) + kept
+    return per_token * ((samples if in_turns else min(batch, samples)) * together + 8 * largest) + kept
 
 
 # -- Reserved by CUDA, NCCL and a sleeping engine ----------------------------------------------------------------------

@@ -18,17 +18,21 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from grpo_megatron.config import ConfigError, MultiTurnConfig
+from grpo_megatron.data.images import flat_message
+from grpo_megatron.data.prompts import image_format
 from grpo_megatron.data.tokenizer import TurnRenderer
 from grpo_megatron.environments.environment import (
     ChatMessage,
     Environment,
     Outcome,
     Step,
+    TurnRequest,
     environment_class,
     written_turn,
 )
@@ -49,7 +53,7 @@ from grpo_megatron.rollout.engine import (
     stable_hash,
 )
 from grpo_megatron.sampling.generator import Generator, Grading, SamplingRound
-from grpo_megatron.types import BRANCH, FAILURES, GREEDY, KeptIds, Sample, TokenRoutes, Turn
+from grpo_megatron.types import BRANCH, FAILURES, GREEDY, KeptIds, PromptImage, Sample, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
@@ -73,6 +77,8 @@ class Answer:
     stop: tuple[str, ...] = ()  # further texts that end the next turn
     branch: bool = False  # `token_ids` are a whole prompt
     seconds: float = 0.0  # of the environment's call
+    images: tuple[PromptImage, ...] = ()  # in `token_ids`, whose first token is 0 for them
+    seed: int | None = None  # of the next turn, besides the run's
 
 
 @dataclass(frozen=True)
@@ -126,11 +132,13 @@ class Trajectory:
     message: str = ""  # why the environment failed
     turn_limit: int | None = None  # tokens of the next turn, where the environment set any
     turn_stop: StopTexts | None = None  # its texts; else `stop`
+    turn_seed: int | None = None
     last_finish: str = "stop"  # how the last turn ended
     branches: list[Trajectory] = field(default_factory=list)  # the sequences before this one
     routes: TokenRoutes = None  # of prompt and response
     asked_at: float = 0.0  # the wall-clock time of the last request
     kept: list[KeptIds] = field(default_factory=list)  # of each response token; empty: of all
+    images: tuple[PromptImage, ...] = ()  # of prompt and observations, in the order of their places
 
     @property
     def is_over(self) -> bool:
@@ -152,7 +160,7 @@ class Trajectory:
 
     def begin(self, answer: Answer) -> None:
         """Take the environment's first messages as the prompt."""
-        self.prompt_ids = answer.token_ids
+        self.prompt_ids, self.images = answer.token_ids, answer.images
         if answer.status != "ok":
             self._fail(answer)
         elif len(self.prompt_ids) > self.limits.prompt:
@@ -162,14 +170,16 @@ class Trajectory:
         """Returns the next turn: it may fill what is left of the response."""
         number, room = self.num_generated, self.limits.response - len(self.response_ids)
         self.asked_at = time.perf_counter()
+        seed = stable_hash(f"{self.seed}/{number}") if number else self.seed
         return Request(
             prompt_ids=(*self.prompt_ids, *self.response_ids),
-            seed=stable_hash(f"{self.seed}/{number}") if number else self.seed,
+            seed=seed if self.turn_seed is None else stable_hash(f"{seed}/{self.turn_seed}"),
             max_tokens=min(room, self.turn_limit or room),
             temperature=self.temperature,
             **vars(self.truncation),
             stop_token_ids=self.stop_token_ids,
             stop=self.turn_stop or self.stop,
+            images=self.images,
         )
 
     def generated(self, completion: Completion, clock: int) -> None:
@@ -203,6 +213,8 @@ class Trajectory:
         elif answer.branch or len(self.response_ids) + len(answer.token_ids) >= self.limits.response:
             self._end("length", "length")
         else:
+            before = len(self.prompt_ids) + len(self.response_ids)
+            self.images += tuple(replace(image, first=before + image.first) for image in answer.images)
             self._append("observation", answer.token_ids, [0.0] * len(answer.token_ids), clock, answer.seconds)
 
     def finished(self, answer: Answer) -> None:
@@ -220,7 +232,7 @@ class Trajectory:
         self.branches.append(replace(self, branches=[], metrics={}))
         self.prompt_ids, rest = answer.token_ids[: self.limits.prompt], answer.token_ids[self.limits.prompt :]
         self.response_ids, self.logprobs, self.turns, self.routes, self.turn_rewards = [], [], [], None, []
-        self.kept = []
+        self.kept, self.images = [], answer.images
         if rest:
             self._append("observation", rest, [0.0] * len(rest), clock, answer.seconds)
 
@@ -265,6 +277,7 @@ class _History:
 
     messages: list[ChatMessage]
     tools: list[dict[str, Any]]
+    images: list[PromptImage]  # without places
     read: str = ""
 
 
@@ -331,6 +344,7 @@ class EnvironmentAnswers:
         for trajectory, answer in zip(trajectories, answers, strict=True):
             own = trajectory.stop.texts if trajectory.stop else ()
             trajectory.turn_limit, trajectory.turn_stop = answer.max_tokens, self._stop((*own, *answer.stop))
+            trajectory.turn_seed = answer.seed
         return answers
 
     def end(self, trajectories: Sequence[Trajectory]) -> None:
@@ -345,7 +359,7 @@ class EnvironmentAnswers:
             return Answer([], status=outcome.status, message=outcome.message)
         step, own = outcome.step, trajectory.stop.texts if trajectory.stop else ()
         try:
-            token_ids, is_branch = self._render(trajectory, step)
+            token_ids, images, is_branch = self._render(trajectory, step)
             self._stop((*own, *step.request.stop))
         except Exception as error:  # noqa: BLE001 - of the template or the tokenizer
             reason = str(error) if isinstance(error, ConfigError) else describe(error)
@@ -359,45 +373,69 @@ class EnvironmentAnswers:
             else:
                 metrics[name] = value
         named: dict[str, Any] = {"max_tokens": step.request.max_tokens, "stop": tuple(step.request.stop)}
-        named |= {"branch": is_branch, "seconds": outcome.seconds}
+        named |= {"branch": is_branch, "seconds": outcome.seconds, "images": images, "seed": step.request.seed}
         return Answer(token_ids, step.reward, step.done, metrics=metrics, **named)
 
-    def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
-        """Returns the tokens of the next turn's prompt that are new, and whether they are a whole one."""
+    def _render(self, trajectory: Trajectory, step: Step) -> tuple[list[int], tuple[PromptImage, ...], bool]:
+        """Returns the tokens of the next turn's prompt that are new, their images, and whether they are a whole one."""
         request, begins = step.request, not trajectory.turns or step.request.branch
         if step.done:
-            return [], False  # nothing reads it
+            return [], (), False  # nothing reads it
         if request.prompt is not None:
-            return self._raw(request.prompt, is_first=begins), request.branch
+            return self._raw(request.prompt, is_first=begins), (), request.branch
+        messages, images = self._read_images(step.messages)
         if self.renderer.rewrites:
-            return self._whole(trajectory, step)
-        if begins:
-            return self.renderer.prompt(step.messages, request.tools), request.branch
-        ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
-        return self.renderer.observation(self._shortened(step.messages), ended_with_eos=ended), False
+            ids, images, is_branch = self._whole(trajectory, messages, images, request)
+        elif begins:
+            ids, is_branch = self.renderer.prompt(messages, request.tools), request.branch
+        else:
+            ended = trajectory.response_ids[-1] == self.renderer.end_of_turn
+            ids, is_branch = self.renderer.observation(self._shortened(messages), ended_with_eos=ended), False
+        if not images:
+            return ids, (), is_branch
+        ids, places = image_format(self.renderer.tokenizer).placed(ids, [image.size for image in images])
+        return ids, tuple(replace(one, first=first) for one, first in zip(images, places, strict=True)), is_branch
 
-    def _whole(self, trajectory: Trajectory, step: Step) -> tuple[list[int], bool]:
-        """Render the conversation by a template that changes earlier turns."""
-        if not trajectory.turns or step.request.branch:
-            history = self._histories[trajectory.key] = _History(list(step.messages), step.request.tools)
+    def _read_images(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], list[PromptImage]]:
+        """Returns the messages as a chat template reads them, and their images without places. Raises ValueError."""
+        parts = [part for m in messages if isinstance(m["content"], list) for part in m["content"]]
+        if not (sources := [part["image"] for part in parts if part["type"] == "image"]):
+            return [*map(flat_message, messages)], []
+        if (form := image_format(self.renderer.tokenizer)) is None:
+            raise ConfigError("they have images, and the model reads none; set a model.path that does (Qwen2.5-VL)")
+        for part in parts:
+            part.pop("image", None)  # the template reads only that there is one
+        return list(messages), list(form.read({"images": sources}, Path(), [-1] * len(sources)))
+
+    def _whole(
+        self, trajectory: Trajectory, messages: list[ChatMessage], images: list[PromptImage], request: TurnRequest
+    ) -> tuple[list[int], list[PromptImage], bool]:
+        """Render the conversation by a template that changes earlier turns. Returns the images of the new tokens, too."""
+        if not trajectory.turns or request.branch:
+            history = self._histories[trajectory.key] = _History(messages, request.tools, images)
             read, end = "", None
         else:
             history, said = self._histories[trajectory.key], self._last_text(trajectory)
             turn = {"role": "assistant", "content": self.renderer.opening + said}
-            history.messages += [step.request.answer or turn, *self._shortened(step.messages)]
+            history.messages += [request.answer or turn, *self._shortened(messages)]
+            history.images = [*history.images, *images]
             last = trajectory.response_ids[-1]
             read, end = history.read + said, last if last in self.renderer.turn_ends else None
         ids, history.read, goes_on = self.renderer.whole(history.messages, history.tools, read, end)
-        return ids, bool(trajectory.turns) and not goes_on
+        return ids, images if goes_on else history.images, bool(trajectory.turns) and not goes_on
 
     def _shortened(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         limit, side = self.multi_turn.max_tool_response_length, self.multi_turn.tool_response_truncate_side
         short: list[ChatMessage] = []
         for message in map(self.renderer.answered, messages):  # before the cut: broken tokens are more tokens
-            content = message.get("content")
-            if isinstance(content, str):
-                message = {**message, "content": shorten(content, self.renderer.tokenizer, limit, side)}
-            short.append(message)
+            content = message["content"]
+            cut = [
+                {**part, "text": shorten(part["text"], self.renderer.tokenizer, limit, side)}
+                if "text" in part
+                else part
+                for part in ([{"text": content}] if isinstance(content, str) else content)
+            ]
+            short.append({**message, "content": cut[0]["text"] if isinstance(content, str) else cut})
         return short
 
     def _raw(self, prompt: str | list[int], *, is_first: bool) -> list[int]:
@@ -577,7 +615,8 @@ class TrajectoryGenerator(Generator):
         place, index = wanted.of(number)
         prompt = wanted.prompts[place]
         if trajectory.prompt_ids:
-            prompt = replace(prompt, prompt_ids=tuple(trajectory.prompt_ids), text=self._decode(trajectory.prompt_ids))
+            ids, images = trajectory.prompt_ids, trajectory.images
+            prompt = replace(prompt, prompt_ids=tuple(ids), text=self._decode(ids, images), images=images)
         return Sample(
             prompt=prompt,
             prompt_index=place,
@@ -608,13 +647,20 @@ class TrajectoryGenerator(Generator):
                 sample.reward = ends[sample.prompt_index, sample.index % BRANCH]
         for sample in samples if self.mesh.is_replica_leader else ():
             parts = [
-                f"[{t.kind}, {t.end - t.start} tokens]\n{self._decode(sample.response_ids[t.start : t.end])}"
-                for t in sample.turns
+                f"[{turn.kind}, {turn.end - turn.start} tokens]\n{self._turn_text(sample, turn)}"
+                for turn in sample.turns
             ]
             sample.text = "\n".join([*parts, f"[{sample.status}]"])
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+    def _turn_text(self, sample: Sample, turn: Turn) -> str:
+        start = len(sample.prompt.prompt_ids) + turn.start
+        return self._decode(sample.response_ids[turn.start : turn.end], sample.prompt.images, start)
+
+    def _decode(self, token_ids: Sequence[int], images: Sequence[PromptImage] = (), start: int = 0) -> str:
+        """Returns the text of the tokens from place `start` on. An image is one placeholder."""
+        hidden = {place - start for one in images for place in range(one.first + 1, one.first + one.num_tokens)}
+        shown = [token for place, token in enumerate(token_ids) if place not in hidden]
+        return str(self.tokenizer.decode(shown, skip_special_tokens=False))
 
 
 # -- Rewards of trajectories -------------------------------------------------------------------------------------------

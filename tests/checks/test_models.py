@@ -335,9 +335,6 @@ actor.lora.rank=8 actor.vision.freeze_merger=false
     => actor.lora.rank=8 trains adapters of the decoder alone, and actor.vision.freeze_merger=false
 actor.vision.freeze_tower=false actor.vision.lr=1e-6 actor.optim.lr=0
     => actor.vision.lr=1e-06 has the schedule of actor.optim.lr=0, scaled, which 0 cannot be; set actor.optim.lr
-rollout.multi_turn.environment=calculator
-    => rollout.multi_turn.environment='calculator': {IMAGES}, and a trajectory of several turns has none; leave
-    rollout.multi_turn out, or set a model.path that reads text alone
 rollout.quantization=fp8_per_tensor => rollout.quantization=fp8_per_tensor: {IMAGES}, and vLLM would
 algorithm.adv_estimator=gae => algorithm.adv_estimator='gae' needs a critic, which has no images, and {IMAGES};
 reward_model.path=r => reward_model.path: a reward model has no images, and {IMAGES}; leave it out, or
@@ -491,13 +488,12 @@ def test_one_start_shows_them_all(images_run: Path, capsys: pytest.CaptureFixtur
     assert "at most 8 per prompt, of 64 tokens of 28 x 28 pixels" in text
     assert f"stage 0 has the vision tower besides its layers: {tower}" in text
     wrong = ["actor.vision.lr=1e-6", "model.exact=true", "rollout.engine=tests.checks.test_models:OwnEngine"]
-    assert main.main([*arguments, *wrong, "rollout.multi_turn.environment=calculator"]) == 2
+    assert main.main([*arguments, *wrong]) == 2
     found = capsys.readouterr().err
     for part in (
         "actor.vision.lr=1e-06 has no",
         "has a vision tower;",
         "serves no model that",
-        "several turns has none",
     ):
         assert part in found
 

@@ -30,7 +30,7 @@ from grpo_megatron.checks.resume import InputDigests, input_problems
 from grpo_megatron.config import Config, ConfigError, DataConfig
 from grpo_megatron.data import images as images_module
 from grpo_megatron.data import rows as rows_module
-from grpo_megatron.data.images import ImageFormat, image_patches, published_processor, rope_positions
+from grpo_megatron.data.images import ImageFormat, image_patches, published_processor, rope_positions, sent_message
 from grpo_megatron.data.prompts import load_prompts, reward_item
 from grpo_megatron.data.responses import load_offline_groups, load_pairs, load_steps
 from grpo_megatron.data.tokenizer import TurnRenderer, _memory_limit, load_tokenizer
@@ -240,8 +240,13 @@ def test_models_templates_and_environments_that_cannot_show_images(folder: Path,
     assert "the model reads none" in refusal(folder, blind, {"prompt": content_of({"type": "image", "image": "a"})})
     plain = DATA.model_copy(update={"apply_chat_template": False})
     assert "set data.apply_chat_template=true" in refusal(folder, tokenizer, row, plain)
-    with pytest.raises(ConfigError, match="an environment's prompts have none"):
-        load_prompts(DATA, [folder / "rows.jsonl"], tokenizer, "gsm8k", renderer=TurnRenderer(tokenizer))
+    turns, answered = {"renderer": TurnRenderer(tokenizer)}, {**row, "answer": ""}
+    inside = base64.b64encode((folder / "pictures/0.png").read_bytes()).decode()
+    with pytest.raises(ConfigError, match="one is no file: an environment is given the paths"):
+        load_prompts(DATA, row_files(folder / "rows.jsonl", {**answered, "image": inside}), tokenizer, "gsm8k", **turns)
+    [prompt] = load_prompts(DATA, row_files(folder / "rows.jsonl", answered), tokenizer, "gsm8k", **turns)
+    [message] = sent_message(prompt.extra["row"]["messages"][-1])["content"][:1]
+    assert message == {"type": "image", "image": f"data:image;base64,{inside}"}
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert f"writes '{PAD}' 0 times for 1 images; set data.chat_template" in refusal(folder, tokenizer, row)
     with pytest.raises(ConfigError, match=r"data.max_images=3: the model reads no images .qwen2."):

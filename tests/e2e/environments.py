@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from grpo_megatron.environments.environment import ChatMessage, Environment, Step
@@ -50,3 +51,24 @@ class Judge(Echo):
 
     def reward(self, number: int) -> float:
         return float(number % 5)
+
+
+class Pictures(Judge):
+    """Shows the row's pictures or one, and one in each answer: size and colour follow from the turn's characters."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        [message] = row["messages"]
+        return [{"images": [picture(seed)], **message}]
+
+    def step(self, completion: str) -> Step:
+        step = super().step(completion)
+        return replace(
+            step, messages=[{**message, "images": [picture(sum(map(ord, completion)))]} for message in step.messages]
+        )
+
+
+def picture(number: int) -> Any:
+    from PIL import Image
+
+    colour = tuple(number * factor % 256 for factor in (37, 59, 83))
+    return Image.new("RGB", (28 * (1 + number % 3), 28 * (1 + number // 3 % 2)), colour)

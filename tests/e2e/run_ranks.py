@@ -174,19 +174,23 @@ def _content(sample: Any) -> tuple[Any, ...]:
     """What does not depend on the layout: everything but the logical times of turns."""
     turns = [(turn.start, turn.end, turn.kind, turn.version) for turn in sample.turns]
     rewards, metrics = sample.turn_rewards, sample.trajectory_metrics
-    images = [(image.digest, image.first, zlib.crc32(image.pixels)) for image in sample.prompt.images]
+    images = _images(sample.prompt.images)
     ids = sample.prompt.prompt_ids, sample.response_ids, sample.loss_mask, images
     return sample.prompt.uid, sample.index, *ids, turns, sample.status, sample.finish_reason, rewards, metrics
 
 
-def _engine_log(engine: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Records what the engine is given and gives, from now on, in no order."""
-    asked: dict[str, tuple[int, ...]] = {}
-    log: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+def _images(images: Any) -> list[tuple[str, int, int]]:
+    return [(image.digest, image.first, zlib.crc32(image.pixels)) for image in images]
+
+
+def _engine_log(engine: Any) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
+    """Records what the engine is given (with its images, if there are any) and gives, from now on, in no order."""
+    asked: dict[str, tuple[Any, ...]] = {}
+    log: list[tuple[tuple[Any, ...], tuple[int, ...]]] = []
     submit, poll = engine.submit, engine.poll
 
     def logged_submit(key: str, request: Any, version: int) -> None:
-        asked[key] = tuple(request.prompt_ids)
+        asked[key] = (*request.prompt_ids, *_images(request.images))
         submit(key, request, version)
 
     def logged_poll() -> Any:

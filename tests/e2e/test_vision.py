@@ -238,6 +238,53 @@ def test_steps_drawn_ahead_wait_in_a_checkpoint(workspace: Path, tmp_path: Path)
     assert metrics(tmp_path / "whole") == metrics(tmp_path / "disturbed")
 
 
+# It writes a digit before the second and later turns of the model once others follow them, which begins another row.
+REWRITING = "{{ '0' if message.role == 'assistant' and loop.index > 2 and not loop.last else '' }}"
+
+
+@pytest.mark.parametrize(
+    ("engine", "layout"),
+    [("transformers", "DP2"), *(pytest.param(e, "TP2+SP", marks=pytest.mark.soak) for e in ENGINES)],
+)
+def test_every_turn_may_show_an_image(workspace: Path, tmp_path: Path, engine: str, layout: str) -> None:
+    """Rows have what the engine was given: tokens, images and places. One rank and two give the same samples and weights.
+
+    Two ranks share prompts. Rows of one trajectory differ in their last image.
+    """
+    template, before = load_example().TEMPLATE, "{%- if message.content is string %}"
+    (tmp_path / "turns.jinja").write_text(template.replace(before, f"{REWRITING}{before}"))
+    results = []
+    for name in ("1", layout):
+        raw = settings(workspace, tmp_path / name, name)
+        raw["reward"] = {}
+        raw["data"] |= {"chat_template": str(tmp_path / "turns.jinja"), "max_response_length": 48}
+        raw["actor"] |= {"optim": SLOW, "share_prompts": name != "1", "ppo_max_token_len_per_gpu": 400}
+        turns = {
+            "environment": "tests.e2e.environments:Pictures",
+            "max_tool_response_length": 8,
+            "max_assistant_turns": 4,
+        }
+        raw["rollout"] |= {**ENGINES[engine], "stop_token_ids": STOPS, "multi_turn": turns}
+        results.append(train(raw))
+        rows = metric_rows(tmp_path / name)
+        assert all(row["training/rollout_logp_diff_max"] < 1e-4 for row in rows)
+        assert all(1 < row["trajectory/sequences/mean"] < row["trajectory/turns/mean"] for row in rows)
+        read = []
+        for sample in (sample for samples in run_ranks.all_samples(results[-1]).values() for sample in samples):
+            _, _, prompt, response, _, images, turns, *_ = sample
+            for start, end, kind, _ in turns:
+                if kind == "assistant":
+                    length = len(prompt) + start
+                    context = [*prompt, *response[:start], *(image for image in images if image[1] < length)]
+                    read.append((tuple(context), tuple(response[start:end])))
+        assert Counter(read) == Counter(entry for one in results[-1] if one["leader"] for entry in one["log"])
+        assert len({context[-1] for context, _ in read}) > 20  # different last images, or places of them
+    one, other = ({step: tokens_of(s) for step, s in run_ranks.all_samples(r).items()} for r in results)
+    assert one == other
+    for weight, tensor in results[0][0]["weights"].items():
+        torch.testing.assert_close(results[1][0]["weights"][weight], tensor, rtol=0, atol=2e-5, msg=weight)
+
+
 FILE = {"source": "file", "adv_estimator": "constant"}
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}

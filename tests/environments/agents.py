@@ -85,6 +85,25 @@ def messages() -> float:
     return float((texts, last.name, last.input) == ("so 1 ", "f", {"y": 1}))  # type: ignore[union-attr]
 
 
+def pictures() -> float:
+    """A picture in a question and one in the result of a tool."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8=", "detail": "low"}}
+    question = {"role": "user", "content": [{"type": "text", "text": "hello"}, picture]}
+    first = ask([question], tools=[TOOL]).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [picture]}
+    return float(ask([question, first, result], tools=[TOOL]).choices[0].message.content == "so")
+
+
+def several() -> float:
+    """Asks for two answers, and goes on with the last one."""
+    asked = ask([USER], n=2, seed=7)
+    assert [choice.index for choice in asked.choices] == [0, 1], asked
+    assert (asked.usage.prompt_tokens, asked.usage.completion_tokens, asked.usage.total_tokens) == (9, 4, 13), asked
+    first, second = (choice.message for choice in asked.choices)
+    third = ask([USER, second, USER]).choices[0].message
+    return float([first.content, second.content, third.content] == ["one", "two", "three"])
+
+
 def completions() -> float:
     first = CLIENT.completions.create(model="policy", prompt="ab", max_tokens=3).choices[0].text
     second = CLIENT.completions.create(model="policy", prompt=f"ab{first}cd").choices[0].text
@@ -101,16 +120,24 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     "model": ({"model": "gpt"}, "the only model here is 'policy'"),
     "top_p": ({"top_p": 0.9}, "leave it out, or set 1"),
     "temperature": ({"temperature": 0.2}, "leave it out, or set 1.0"),
-    "n": ({"n": 2}, "n=2: a trajectory is one sequence, with one answer to each request"),
+    "n": (
+        {"n": 2},
+        "n=2: each further answer begins a sequence, and they are not recorded. Branches are recorded with",
+    ),
+    "no answer": ({"n": 0}, "n=0: leave it out, or set 1 or more"),
     "top_logprobs": ({"logprobs": True, "top_logprobs": 3}, "of the generated tokens only"),
     "chat_template_kwargs": (
         {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
         "the run renders the messages",
     ),
     "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "it is not read here; leave it out"),
-    "seed": ({"seed": 2}, "leave it out"),
+    "seed": ({"seed": "2"}, "TurnRequest.seed is str"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text is read"),
+    "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "only text is read"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}]}]},
+        "an image is 'http://x/a.png'; only data:image/...;base64,... is read, and nothing is fetched",
+    ),
     "stop": ({"stop": [""]}, "stop: at most 16"),
     "max_tokens": ({"max_tokens": 0}, "at least 1"),
     "no message": ({"messages": []}, "there is no message"),

@@ -263,7 +263,7 @@ TOKEN_IDS = [{"prompt": [1, 2]}, {"prompt": [1, 2, 5, 6, 3]}]
 CALLS = {"messages": [USER, CALLED, {"role": "tool", "tool_call_id": "c", "content": "7"}]}
 IGNORED: dict[str, Any] = (
     json.loads(  # fields of vLLM's server and of OpenAI's that would change what is sampled or shown
-        """{"guided_choice": ["a"], "guided_grammar": "g", "use_beam_search": true, "length_penalty": 0.5, "seed": 2,
+        """{"guided_choice": ["a"], "guided_grammar": "g", "use_beam_search": true, "length_penalty": 0.5,
     "truncate_prompt_tokens": 1, "include_stop_str_in_output": true, "skip_special_tokens": false, "documents": [{}],
     "echo": true, "parallel_tool_calls": false, "reasoning_effort": "low", "thinking_token_budget": 5, "logits_processors": ["x"],
     "repetition_detection": {}, "vllm_xargs": {"a": 1}, "max_tool_calls": 1, "no_such_field": 1, "top_p": true, "n": true,

@@ -159,6 +159,23 @@ def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() 
         CommandEnvironment([sys.executable], branches="all")
 
 
+def test_pictures_of_a_client_are_parts_of_its_messages() -> None:
+    start, answer, end = (outcome.step for outcome in play("pictures", CALL, "so"))
+    picture = {"type": "image", "image": "data:image;base64,aGVsbG8="}
+    assert start and answer and end and end.reward == 1.0
+    assert start.messages == [{"role": "user", "content": [{"type": "text", "text": "hello"}, picture]}]
+    assert [message["content"] for message in answer.messages] == [[picture]] and not answer.request.branch
+
+
+def test_further_answers_to_a_request_are_branches() -> None:
+    """n=2: the second answer is another sequence after the same messages. A client's seed reaches every turn it asks for."""
+    first, second, third, end = (o.step for o in play("several", "one", "two", "three", branches="samples"))
+    assert first and second and third and end and end.reward == 1.0
+    assert (first.messages, first.request) == ([USER], TurnRequest(seed=7))
+    assert (second.messages, second.request) == ([USER], TurnRequest(branch=True, seed=7))
+    assert (third.messages, third.request.branch, third.request.seed) == ([USER], False, None)
+
+
 @pytest.mark.parametrize("name", ["impatient", pytest.param("leaves", marks=pytest.mark.soak)])
 def test_a_client_that_hangs_up_gets_its_answer_when_it_asks_again(name: str) -> None:
     with EnvironmentPool("command", kwargs(name), timeout_s=60.0) as pool:

@@ -17,6 +17,7 @@ import torch
 
 from grpo_megatron.config import RolloutConfig
 from grpo_megatron.models.families import read_architecture
+from grpo_megatron.models.forward import packed_lengths
 from grpo_megatron.models.policy import Reference
 from grpo_megatron.models.vision import Features, build_tower
 from grpo_megatron.models.weights.file_names import PartSlice, parts_of_stack
@@ -51,6 +52,24 @@ PAIRS = [(prompt, response) for prompt, _, response in ROWS]
 TRAINED = {"freeze_tower": False, "freeze_merger": False}
 
 
+def trajectory_rows() -> list[Any]:
+    """Rows of trajectories: the end of one, an earlier row of it, one whose second image differs, and a sibling of the first.
+
+    The end has its second image in an observation; in the prompts of the others it is at the same place.
+    """
+    text, (prompt, images, _) = ROWS[1][0] * 2, ROWS[3]
+    first = len(prompt) + 2
+    seen = [*prompt, *text[:2], *[vision.IMAGE_PAD] * 6, *text]
+    second, other = (vision.placed(seed, first, 2, 3) for seed in (50, 51))
+    end = prompt, (*images, second), [*seen[len(prompt) :], vision.IMAGE_PAD, *text[:3]]
+    cut = prompt, (*images, vision.placed(52, len(prompt) + 1, 1, 2)), [text[0], *[vision.IMAGE_PAD] * 2, *text[:4]]
+    return [end, (seen, (*images, second), text[:4]), (seen, (*images, other), text[1:5]), cut]
+
+
+IN_TURNS = trajectory_rows()
+TURN_PAIRS = [(prompt, response) for prompt, _, response in IN_TURNS]
+
+
 # -- the ranks ---------------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +101,23 @@ def gradients_of(folder: Path, layout: Layout, recompute: bool) -> dict[str, Any
         policy.forward_backward(batch, micros, loss)
         found["packings"][batch.shares_prompts] = whole(policy, named_gradients(policy))
     found["norm"] = policy.update(batch, loss)[1]["actor/grad_norm"]
+    return found
+
+
+@ranks()
+def gradients_in_turns(folder: Path, layout: Layout) -> dict[bool, tuple[Any, Any, list[int]]]:
+    """Whether rows share their tokens -> log-probabilities, gradients, and the tokens that are computed for each row."""
+    policy = build(folder, layout, megatron={"use_distributed_optimizer": False}, vision=TRAINED)
+    batch, found = tiny.make_batch(TURN_PAIRS, [[[0, 1, 2, 3]]]), {}
+    batch.images = [images for _, images, _ in IN_TURNS]
+    for batch.shares_prompts in (False, True):
+        logprobs = policy.logprobs(batch)
+        policy.forward_backward(batch, [[0, 1, 2, 3]], loss)
+        found[batch.shares_prompts] = (
+            logprobs,
+            whole(policy, named_gradients(policy)),
+            packed_lengths(batch, [0, 1, 2, 3]),
+        )
     return found
 
 
@@ -235,17 +271,17 @@ def expected(models: dict[str, Path]) -> dict[str, tuple[list[torch.Tensor], dic
     return {family: oracle(folder) for family, folder in models.items()}
 
 
-def oracle(folder: Path) -> tuple[list[torch.Tensor], Tensors]:
-    model = vision.load(folder)
-    logits = [vision.logits(model, [*prompt, *response], images) for prompt, images, response in ROWS]
-    logprobs = backward_over_logits(logits, PAIRS, tiny.make_batch(PAIRS, []))
+def oracle(folder: Path, rows: list[Any] = ROWS) -> tuple[list[torch.Tensor], Tensors]:
+    model, pairs = vision.load(folder), [(prompt, response) for prompt, _, response in rows]
+    logits = [vision.logits(model, [*prompt, *response], images) for prompt, images, response in rows]
+    logprobs = backward_over_logits(logits, pairs, tiny.make_batch(pairs, []))
     gradients: Tensors = {}
     for name, parameter in model.named_parameters():
         if (gradient := parameter.grad) is not None:  # in memory, experts are stacked
             name, stack = vision.in_file(name), gradient
             experts = parts_of_stack(name, tuple(stack.shape), "qwen3_vl_moe", model.config.text_config.hidden_size)
             gradients |= {part: PartSlice(stack, place)[:] for part, place, _ in experts} or {name: stack}
-    return [row[: len(response)] for row, (_, response) in zip(logprobs, PAIRS, strict=True)], gradients
+    return [row[: len(response)] for row, (_, response) in zip(logprobs, pairs, strict=True)], gradients
 
 
 def logprobs_of(folder: Path, weights: Tensors) -> list[torch.Tensor]:
@@ -279,6 +315,22 @@ def test_logprobs_and_gradients_equal_transformers(
         for packing in result["packings"].values():
             close(packing, gradients, 1e-5)
         assert result["norm"] == pytest.approx(norm.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen2_5_vl", "1"), ("qwen3_vl", "TP2")])
+def test_images_of_observations_equal_those_of_one_turn(models: dict[str, Path], family: str, layout: str) -> None:
+    """Against transformers, which reads each row as one sequence. Rows share tokens up to the first image that differs."""
+    logprobs, gradients = oracle(models[family], IN_TURNS)
+    lengths = [len(prompt) + len(response) for prompt, response in TURN_PAIRS]
+    prompt, seen = len(TURN_PAIRS[0][0]), len(TURN_PAIRS[1][0])
+    for result in gradients_in_turns(LAYOUTS[layout].world, folder=models[family], layout=LAYOUTS[layout]):
+        for got, own, _ in result.values():
+            for row, want in enumerate(logprobs):
+                close_rows(got[row][None], [want], str(row))
+            close(own, gradients, 1e-5)
+        shared = [0, seen, prompt + 2, prompt]  # two tokens stand before the image that differs
+        assert result[False][2] == lengths
+        assert result[True][2] == [length - own for length, own in zip(lengths, shared, strict=True)]
 
 
 def test_windows_of_a_size_are_one_kernel_call(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
