@@ -384,4 +384,4 @@ class _Record:
         return generated
 
     def abort(self, keys: Sequence[str]) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""

@@ -50,3 +50,20 @@ class Judge(Echo):
 
     def reward(self, number: int) -> float:
         return float(number % 5)
+
+
+class Long(Judge):
+    """One row in four takes five turns, whose calls take `delay_s` each; the others take one turn."""
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.num_left = self.num_turns = 5 if seed % 4 == 0 else 1
+        return super().reset(row, seed)
+
+    def _wait(self) -> None:
+        time.sleep(self.delay_s if self.num_turns > 1 else 0.0)
+
+    def step(self, completion: str) -> Step:
+        self._wait()
+        self.num_left -= 1
+        number = sum(map(ord, completion))
+        return Step([{"role": "user", "content": " ".join(str(number))}], self.reward(number), done=not self.num_left)
