@@ -53,10 +53,14 @@ class Judge(Echo):
 
 
 class Long(Judge):
-    """One row in four takes five turns, whose calls take `delay_s` each; the others take one turn."""
+    """One prompt in `one_in` takes five turns, whose calls take `delay_s` each; the others take one turn."""
+
+    def __init__(self, delay_s: float = 0.0, one_in: int = 4) -> None:
+        super().__init__(delay_s=delay_s)
+        self.one_in = one_in
 
     def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
-        self.num_left = self.num_turns = 5 if seed % 4 == 0 else 1
+        self.num_left = self.num_turns = 5 if seed % self.one_in == 0 else 1
         return super().reset(row, seed)
 
     def _wait(self) -> None:
