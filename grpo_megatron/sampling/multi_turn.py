@@ -19,7 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,6 +43,7 @@ from grpo_megatron.rollout.engine import (
     FULL,
     Completion,
     Request,
+    RolloutEngine,
     StopTexts,
     Truncation,
     continued,
@@ -82,20 +83,6 @@ class TrajectoryLimits:
     prompt: int
     response: int
     turns: int
-
-
-@dataclass(frozen=True)
-class PlayedTurn:
-    """A turn of the assistant, sampled by weights `version`. `context`: a hash of the tokens that its request had."""
-
-    completion: Completion
-    version: int
-    context: int
-
-
-def context_hash(token_ids: Sequence[int]) -> int:
-    """Returns a hash of a request's tokens."""
-    return stable_hash(" ".join(map(str, token_ids)))
 
 
 @dataclass
@@ -145,8 +132,9 @@ class Trajectory:
     routes: TokenRoutes = None  # of prompt and response
     asked_at: float = 0.0  # the wall-clock time of the last request
     kept: list[KeptIds] = field(default_factory=list)  # of each response token; empty: of all
-    digests: dict[int, str] = field(default_factory=dict)  # version -> digest, where steps share it (rollout.partial)
-    record: list[PlayedTurn] | None = None  # there: what a resumed run repeats
+    # Where steps share it (rollout.partial): version -> digest of the weights, and (turn, version, hash of its context)
+    digests: dict[int, str] = field(default_factory=dict)
+    record: list[tuple[Completion, int, int]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -194,9 +182,8 @@ class Trajectory:
         One that has filled the response is not shown to the environment.
         """
         seconds = time.perf_counter() - self.asked_at
-        if self.record is not None:
-            context = context_hash((*self.prompt_ids, *self.response_ids))
-            self.record.append(PlayedTurn(completion, self.version, context))
+        if self.digests:
+            self.record.append((completion, self.version, stable_hash(str((*self.prompt_ids, *self.response_ids)))))
         self._append("assistant", completion.response_ids, completion.logprobs, clock, seconds)
         self.kept += completion.kept
         self.routes = continued(self.routes, completion.routes)
@@ -463,22 +450,9 @@ class EnvironmentAnswers:
 # The trajectories of one tick are answered and submitted in their order in the list. Replicas never wait for each other.
 
 
-class TurnEngine(Protocol):
-    """What generates turns: an engine, or the record of an earlier run."""
-
-    @property
-    def version(self) -> int | None: ...
-
-    def submit(self, key: str, request: Request, version: int) -> None: ...
-
-    def poll(self) -> list[tuple[str, Completion]]: ...
-
-    def abort(self, keys: Sequence[str]) -> None: ...
-
-
 def play(
     trajectories: Sequence[Trajectory],
-    engine: TurnEngine,
+    engine: RolloutEngine,
     answers: EnvironmentAnswers,
     version: int,
     latency: int,
@@ -570,10 +544,10 @@ class TrajectoryGenerator(Generator):
         for ended in self.play(trajectories, wanted.version):
             pairs = [(number_of[trajectory.key], trajectory) for trajectory in ended]
             yield [(n, sample) for n, trajectory in pairs for sample in self.samples_of(wanted, n, trajectory)]
-        self.record_times(metrics)
 
-    def record_times(self, metrics: Metrics) -> None:
-        """Record what environments took since the last call."""
+    def record_cache(self, metrics: Metrics) -> None:
+        """See Generator. Also records what environments took."""
+        super().record_cache(metrics)
         times, self.answers.times = self.answers.times, Times()
         for name, seconds in times.seconds.items():
             metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
@@ -584,7 +558,7 @@ class TrajectoryGenerator(Generator):
         trajectories: Sequence[Trajectory],
         version: int,
         until: Mapping[str, int] | None = None,
-        engine: TurnEngine | None = None,
+        engine: Any = None,
     ) -> Iterator[list[Trajectory]]:
         """Play this replica's trajectories: see the driver's `play`. Collective.
 

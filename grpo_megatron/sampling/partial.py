@@ -15,10 +15,10 @@ from math import ceil
 from typing import Any
 
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed, training_truncation
+from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed, stable_hash, training_truncation
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import SamplingRound, distinct_uids, sample_indices
-from grpo_megatron.sampling.multi_turn import Trajectory, TrajectoryGenerator, context_hash
+from grpo_megatron.sampling.multi_turn import Trajectory, TrajectoryGenerator
 from grpo_megatron.types import UNFINISHED, Prompt, PromptImage, Sample, Segment
 
 TURN = "turn"  # Sample.status of a stored turn of a trajectory under way
@@ -36,7 +36,7 @@ class _InProgress:
     num_unfinished: int  # responses
     samples: list[Sample] = field(default_factory=list)  # empty on other replicas
     images: tuple[PromptImage, ...] = ()  # held, so that they are decoded once for all rounds
-    wanted: SamplingRound | None = None  # of PartialTrajectories, where samples are unfinished
+    wanted: Any = None  # of PartialTrajectories: a SamplingRound of the samples that were unfinished
     under_way: dict[int, Trajectory] = field(default_factory=dict)  # by number in `wanted`
 
     def unfinished(self) -> list[Sample]:
@@ -233,11 +233,6 @@ class PartialTrajectories(PartialCollector):
         self._stored_turns: dict[str, list[Sample]] = {}  # by key of the trajectory, of this replica
         self._is_resumed = False  # and has not repeated them yet
 
-    def groups(self, step: int, count: int, metrics: Metrics) -> list[Group]:
-        taken = super().groups(step, count, metrics)
-        self.generator.record_times(metrics)
-        return taken
-
     def load_state(self, state: State) -> None:
         super().load_state(state)
         self._is_resumed = True
@@ -246,30 +241,18 @@ class PartialTrajectories(PartialCollector):
             group.samples = [sample for sample in group.samples if sample.status != TURN]
             self._open(group)
             for number, trajectory in group.under_way.items():
-                index = self._wanted(group).indices[number]
+                index = group.wanted.indices[number]
                 self._stored_turns[trajectory.key] = [turn for turn in turns if turn.index == index]
 
     def _stored(self, group: _InProgress) -> list[Sample]:
         """Returns the complete samples, those under way without tokens, and each turn of theirs as a sample."""
-        nothing = Prompt("", (), "", "", "", "")
-        turns = [
-            Sample(
-                nothing,
-                0,
-                self._wanted(group).indices[number],
-                turn.completion.response_ids,
-                turn.completion.logprobs,
-                turn.completion.finish_reason,
-                turn.version,
-                weights_digest=trajectory.digests[turn.version],
-                status=TURN,
-                seed=turn.context,
-                routes=turn.completion.routes,
-                kept=turn.completion.kept,
-            )
-            for number, trajectory in group.under_way.items()
-            for turn in trajectory.record or ()
-        ]
+        turns, nothing = [], Prompt("", (), "", "", "", "")
+        for number, trajectory in group.under_way.items():
+            for turn, version, context in trajectory.record:
+                tokens = turn.response_ids, turn.logprobs, turn.finish_reason, version
+                named: Any = {"status": TURN, "seed": context, "routes": turn.routes, "kept": turn.kept}
+                named["weights_digest"] = trajectory.digests[version]
+                turns.append(Sample(nothing, 0, group.wanted.indices[number], *tokens, **named))
         return [*group.samples, *turns]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
@@ -286,30 +269,12 @@ class PartialTrajectories(PartialCollector):
 
     def _open(self, group: _InProgress) -> None:
         """Make the trajectories of the unfinished samples."""
-        if not (samples := group.unfinished()):
-            return
-        group.wanted = SamplingRound(
-            [samples[0].prompt],
-            [group.uid],
-            [sample.index for sample in samples],
-            group.round_id,
-            samples[0].version,
-            self.rollout.temperature,
-            training_truncation(self.rollout),
-            self.generator.seed,
-            [len(samples)],
-            [self._limit(samples[0])],
-        )
-        group.under_way = {number: self._new(group, number) for number in range(len(samples))}
-
-    def _new(self, group: _InProgress, number: int) -> Trajectory:
-        trajectory = self.generator.trajectory(self._wanted(group), number)
-        trajectory.record = []
-        return trajectory
-
-    def _wanted(self, group: _InProgress) -> SamplingRound:
-        assert group.wanted is not None, "trajectories are under way"
-        return group.wanted
+        if samples := group.unfinished():
+            first, indices = samples[0], [sample.index for sample in samples]
+            settings = first.version, self.rollout.temperature, training_truncation(self.rollout), self.generator.seed
+            limits = [len(samples)], [self._limit(first)]
+            group.wanted = SamplingRound([first.prompt], [group.uid], indices, group.round_id, *settings, *limits)
+            group.under_way = {n: self.generator.trajectory(group.wanted, n) for n in range(len(samples))}
 
     def _advance(self, in_progress: Sequence[_InProgress], step: int) -> None:
         generator, version = self.generator, self.clock.version(step)
@@ -324,7 +289,7 @@ class PartialTrajectories(PartialCollector):
                 place, number = places[trajectory.key]
                 group = in_progress[place]
                 del group.under_way[number]
-                samples = generator.samples_of(self._wanted(group), number, trajectory)
+                samples = generator.samples_of(group.wanted, number, trajectory)
                 others = [one for one in group.samples if one.index != samples[0].index]
                 group.samples = sorted([*others, *samples], key=lambda one: one.index)
                 for sample in samples:
@@ -353,7 +318,7 @@ class PartialTrajectories(PartialCollector):
             for number, trajectory in group.under_way.items():
                 if trajectory.key in record.differing:
                     self.generator.answers.end([trajectory])
-                    group.under_way[number] = self._new(group, number)
+                    group.under_way[number] = self.generator.trajectory(group.wanted, number)
         if record.differing and self.mesh.is_replica_leader:
             text = "%d of %d trajectories under way begin again, as their environments did not repeat their answers"
             logger.warning(text, len(record.differing), len(trajectories))
@@ -373,7 +338,7 @@ class _Record:
     def submit(self, key: str, request: Request, version: int) -> None:
         trajectory = self.trajectories[key]
         turn = self.turns[key][trajectory.num_generated]
-        if context_hash(request.prompt_ids) != turn.seed:
+        if stable_hash(str((*request.prompt_ids,))) != turn.seed:
             self.differing.add(key)
         trajectory.version, trajectory.digests[turn.version] = turn.version, turn.weights_digest
         completion = Completion(turn.response_ids, turn.rollout_logprobs, turn.finish_reason, turn.routes, turn.kept)
@@ -382,6 +347,3 @@ class _Record:
     def poll(self) -> list[tuple[str, Completion]]:
         generated, self._generated = self._generated, []
         return generated
-
-    def abort(self, keys: Sequence[str]) -> None:
-        """Do nothing: nothing runs."""
