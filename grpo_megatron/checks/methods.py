@@ -379,11 +379,13 @@ def _partial(config: Config) -> Problems:
     if algorithm.source != "policy":
         yield f"{key} goes on under newer weights, and {k.algorithm.source} has none; leave rollout.partial out"
     if config.rollout.multi_turn.environment is not None:
-        yield (
-            f"{key}: a trajectory of several turns cannot wait for a later step; leave out {k.rollout.partial:key} or"
-            " rollout.multi_turn"
-        )
-    if partial.chunk_tokens >= longest:
+        turns = config.rollout.multi_turn.max_assistant_turns
+        if partial.chunk_turns >= turns:
+            yield (
+                f"{k.rollout.partial.chunk_turns} is not less than {k.rollout.multi_turn.max_assistant_turns}, so that no"
+                f" trajectory would wait; set it to {max(1, turns // 8)}, or leave rollout.partial out"
+            )
+    elif partial.chunk_tokens >= longest:
         yield (
             f"{k.rollout.partial.chunk_tokens} is not less than {k.data.max_response_length}, so that no response would be"
             f" cut; set it to {max(1, longest // 8)}, say"
@@ -612,7 +614,9 @@ def with_total_steps(config: Config, rows: int) -> Config:
 def epoch_problems(config: Config, rows: int) -> Problems:
     """Checks that `trainer.total_epochs` gives a step, and agrees with a given `trainer.total_training_steps`."""
     k, trainer, steps = keys_of(config), config.trainer, steps_of_epochs(config, rows)
-    counted = f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} step{'s' * (steps != 1)}"
+    counted = (
+        f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} step{'s' * (steps != 1)}"
+    )
     if steps == 0:
         yield f"{counted}; set {k.data.train_batch_size:key}={rows} or less"
     elif steps and "total_training_steps" in trainer.model_fields_set and trainer.total_training_steps != steps:

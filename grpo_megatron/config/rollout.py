@@ -71,7 +71,7 @@ class MultiTurnConfig(Section):
 
 
 class PartialConfig(Section):
-    """Responses may take several steps (sampling/partial.py). over_sample = 1: every step waits for all its responses."""
+    """Responses and trajectories may take several steps (sampling/partial.py). over_sample = 1: every step waits for all."""
 
     over_sample: Fixed[float] = Field(1.0, ge=1, le=2)
     """prompts in progress, relative to those of a batch"""
@@ -79,6 +79,10 @@ class PartialConfig(Section):
     """a group is trained on at most so many steps after its first token"""
     chunk_tokens: int = Field(512, ge=1)
     """responses stop for a later step at multiples of it"""
+    chunk_turns: Annotated[int, Needs("rollout.partial.over_sample>1"), Needs("rollout.multi_turn.environment")] = (
+        Field(1, ge=1)
+    )
+    """trajectories of several turns stop for a later step at multiples of it"""
 
     @property
     def is_on(self) -> bool:

@@ -11,6 +11,7 @@ template shows the earlier turns in another way than they were written, the traj
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -53,7 +54,7 @@ from grpo_megatron.rollout.engine import (
     stable_hash,
 )
 from grpo_megatron.sampling.generator import Generator, Grading, SamplingRound
-from grpo_megatron.types import BRANCH, FAILURES, GREEDY, KeptIds, PromptImage, Sample, TokenRoutes, Turn
+from grpo_megatron.types import BRANCH, FAILURES, GREEDY, KeptIds, PromptImage, Sample, Segment, TokenRoutes, Turn
 
 Side = Literal["left", "middle", "right"]
 OMISSION = "..."
@@ -139,6 +140,9 @@ class Trajectory:
     asked_at: float = 0.0  # the wall-clock time of the last request
     kept: list[KeptIds] = field(default_factory=list)  # of each response token; empty: of all
     images: tuple[PromptImage, ...] = ()  # of prompt and observations, in the order of their places
+    # Where steps share it (rollout.partial): version -> digest of the weights, and (turn, version, hash of its context)
+    digests: dict[int, str] = field(default_factory=dict)
+    record: list[tuple[Completion, int, int]] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -188,6 +192,8 @@ class Trajectory:
         One that has filled the response is not shown to the environment.
         """
         seconds = time.perf_counter() - self.asked_at
+        if self.digests:
+            self.record.append((completion, self.version, stable_hash(str((*self.prompt_ids, *self.response_ids)))))
         self._append("assistant", completion.response_ids, completion.logprobs, clock, seconds)
         self.kept += completion.kept
         self.routes = continued(self.routes, completion.routes)
@@ -483,22 +489,29 @@ class EnvironmentAnswers:
 
 
 def play(
-    trajectories: Sequence[Trajectory], engine: RolloutEngine, answers: EnvironmentAnswers, version: int, latency: int
+    trajectories: Sequence[Trajectory],
+    engine: RolloutEngine,
+    answers: EnvironmentAnswers,
+    version: int,
+    latency: int,
+    until: Mapping[str, int] | None = None,
 ) -> Iterator[list[Trajectory]]:
     """Play every trajectory to its end. Yields after each tick what has ended in it, which is often nothing.
 
-    `version` is that of the engine's weights, `latency` in ticks. If an environment or the engine fails as a whole, no
-    request stays in the engine.
+    `version` is that of the engine's weights, `latency` in ticks. `until`: key -> number of its turns after which a
+    trajectory pauses, when its environment has answered; another call goes on with it. If an environment or the engine fails
+    as a whole, no request stays in the engine.
     """
     number = {trajectory.key: i for i, trajectory in enumerate(trajectories)}
     assert len(number) == len(trajectories), "the keys of trajectories must differ"
-    waiting = dict.fromkeys(range(len(trajectories)), 0)  # number of a trajectory -> tick of its environment's answer
+    new, paused = [t for t in trajectories if not t.prompt_ids], [t for t in trajectories if t.prompt_ids]
+    waiting = {number[trajectory.key]: 0 for trajectory in new}  # -> tick of its environment's answer
     generating: set[int] = set()
     clock = 0
-    answers.start(trajectories)
+    answers.start(new)
     try:
-        while waiting or generating:
-            if not generating:
+        while waiting or generating or paused:
+            if waiting and not generating and not paused:
                 clock = max(clock, min(waiting.values()))
             due, graded = [trajectories[i] for i in sorted(waiting) if waiting[i] <= clock], set[str]()
             for trajectory, answer in zip(due, answers.take(due) if due else (), strict=True):
@@ -510,11 +523,11 @@ def play(
                     trajectory.answered(answer, clock)
                 else:
                     trajectory.begin(answer)
-            for trajectory in due:
-                if not trajectory.is_over:
+            for trajectory in (*paused, *due):
+                if not trajectory.is_over and (until is None or trajectory.num_generated < until[trajectory.key]):
                     engine.submit(trajectory.key, trajectory.request(), version)
                     generating.add(number[trajectory.key])
-            ended = [trajectory for trajectory in due if trajectory.is_over]
+            paused, ended = [], [trajectory for trajectory in due if trajectory.is_over]
             if generating:
                 clock += 1
                 for key, completion in engine.poll():
@@ -564,21 +577,37 @@ class TrajectoryGenerator(Generator):
     ) -> Iterator[list[tuple[int, Sample]]]:
         """See Generator. Raises RankError on every rank when the environments of any rank are lost."""
         own = queues[self.mesh.engine_replica]
-        trajectories = [self._trajectory(wanted, number) for number in own]
+        trajectories = [self.trajectory(wanted, number) for number in own]
         number_of = {trajectory.key: number for trajectory, number in zip(trajectories, own, strict=True)}
-        problem = None
-        try:
-            latency = self.answers.multi_turn.latency_ticks
-            for ended in play(trajectories, self.engine, self.answers, wanted.version, latency):
-                pairs = [(number_of[trajectory.key], trajectory) for trajectory in ended]
-                yield [(n, sample) for n, trajectory in pairs for sample in self._samples_of(wanted, n, trajectory)]
-        except EnvironmentsLost as error:  # every rank must stop
-            problem = str(error)
-        self.mesh.agree(problem)
+        for ended in self.play(trajectories, wanted.version):
+            pairs = [(number_of[trajectory.key], trajectory) for trajectory in ended]
+            yield [(n, sample) for n, trajectory in pairs for sample in self.samples_of(wanted, n, trajectory)]
+
+    def record_cache(self, metrics: Metrics) -> None:
+        """See Generator. Also records what environments took."""
+        super().record_cache(metrics)
         times, self.answers.times = self.answers.times, Times()
         for name, seconds in times.seconds.items():
             metrics.mean(f"timing_s/{name.removesuffix('_seconds')}", seconds, times.calls)
         metrics.max("timing_s/waiting_for_environments", times.waited)
+
+    def play(
+        self,
+        trajectories: Sequence[Trajectory],
+        version: int,
+        until: Mapping[str, int] | None = None,
+        engine: Any = None,
+    ) -> Iterator[list[Trajectory]]:
+        """Play this replica's trajectories: see the driver's `play`. Collective.
+
+        Raises RankError on every rank when the environments of any rank are lost.
+        """
+        problem, latency = None, self.answers.multi_turn.latency_ticks
+        try:
+            yield from play(trajectories, engine or self.engine, self.answers, version, latency, until)
+        except EnvironmentsLost as error:  # every rank must stop
+            problem = str(error)
+        self.mesh.agree(problem)
         failed = [trajectory for trajectory in trajectories if trajectory.status in FAILURES]
         if failed and self.mesh.is_replica_leader:
             counts = Counter(trajectory.status for trajectory in failed)
@@ -586,7 +615,8 @@ class TrajectoryGenerator(Generator):
             text = "%d of %d environments failed (%s); the first: %s"
             logger.warning(text, len(failed), len(trajectories), kinds, failed[0].message)
 
-    def _trajectory(self, wanted: SamplingRound, number: int) -> Trajectory:
+    def trajectory(self, wanted: SamplingRound, number: int) -> Trajectory:
+        """Returns a trajectory that has not begun."""
         place, index = wanted.of(number)
         round_id, uid = wanted.round_id, wanted.uids[place]
         turns = self.answers.multi_turn.max_assistant_turns
@@ -603,7 +633,7 @@ class TrajectoryGenerator(Generator):
             stop_token_ids=self.stop_token_ids,
         )
 
-    def _samples_of(self, wanted: SamplingRound, number: int, trajectory: Trajectory) -> list[Sample]:
+    def samples_of(self, wanted: SamplingRound, number: int, trajectory: Trajectory) -> list[Sample]:
         """Returns the sample that has the end, and then those of its branches. A greedy response is a baseline only."""
         sample = self._ended(wanted, number, trajectory)
         fate: Any = {"status": trajectory.status, "finish_reason": trajectory.finish_reason}
@@ -617,6 +647,11 @@ class TrajectoryGenerator(Generator):
         if trajectory.prompt_ids:
             ids, images = trajectory.prompt_ids, trajectory.images
             prompt = replace(prompt, prompt_ids=tuple(ids), text=self._decode(ids, images), images=images)
+        segments = [
+            Segment(turns[0].start, turns[-1].end, version, trajectory.digests[version])
+            for version, run in itertools.groupby(trajectory.turns, key=lambda turn: turn.version)
+            if trajectory.digests and (turns := list(run))
+        ]
         return Sample(
             prompt=prompt,
             prompt_index=place,
@@ -624,8 +659,9 @@ class TrajectoryGenerator(Generator):
             response_ids=trajectory.response_ids,
             rollout_logprobs=trajectory.logprobs,
             finish_reason=trajectory.finish_reason,
-            version=trajectory.version,
-            weights_digest=self.weights_digest(),
+            version=segments[0].version if segments else trajectory.version,
+            weights_digest=segments[0].weights_digest if segments else self.weights_digest(),
+            segments=segments,
             seed=trajectory.seed,
             loss_mask=trajectory.loss_mask(),
             turns=trajectory.turns,

@@ -25,7 +25,7 @@ from grpo_megatron.sampling.collector import (
     unpack_groups,
 )
 from grpo_megatron.sampling.generator import Generator
-from grpo_megatron.sampling.partial import PartialCollector
+from grpo_megatron.sampling.partial import PartialCollector, PartialTrajectories
 from grpo_megatron.types import Prompt
 
 
@@ -171,7 +171,8 @@ def build_collector(
         return FileCollector(Sampler(offline_groups, size, data.shuffle, data.seed), mesh)
     assert generator is not None, "a run that trains on generated samples has an engine"
     greedy = advantage_estimators.facts(algorithm.adv_estimator).needs_greedy_reward
-    from_policy: type[PolicyCollector] = PartialCollector if rollout.partial.is_on else PolicyCollector
+    partial = PartialCollector if rollout.multi_turn.environment is None else PartialTrajectories
+    from_policy: type[PolicyCollector] = partial if rollout.partial.is_on else PolicyCollector
     prepare = sync_initial if algorithm.source == "initial" else None
     sampler = prompt_sampler(prompts, data, lambda make: mesh.broadcast(make() if mesh.rank == 0 else None))
     collector: Collector = from_policy(generator, sampler, data, rollout, greedy=greedy, prepare=prepare, clock=clock)

@@ -222,5 +222,5 @@ def local_collector(
         generator=generator,
         mesh=mesh,
         sync_initial=sync_initial,
-        clock=clock,
+        clock=clock or Clock(num_steps=config.trainer.total_training_steps),
     )

@@ -189,7 +189,7 @@ algorithm.adv_estimator=reinforce_plus_plus algorithm.dupo=true rollout.n=1 => c
 PARTIAL algorithm.source=initial actor.loss_mode=sft => goes on under newer weights, and algorithm.source=initial has none
 PARTIAL rollout.partial.chunk_tokens=2048 => chunk_tokens=2048 is not less than data.max_response_length=2048
 PARTIAL algorithm.rollout_correction.rollout_is=null => trains on tokens of up to 2 earlier steps
-PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] => cannot wait for a later step
+PARTIAL PLAYS=tools rollout.multi_turn.tools=[calculator] rollout.partial.chunk_turns=9 => chunk_turns=9 is not less than
 ROLES rollout.lag=1 algorithm.rollout_correction.rollout_is=null => trains on samples of as many steps older weights, and
 ROLES algorithm.source=initial actor.loss_mode=sft => samples from the policy that is trained, and algorithm.source=initial
 ROLES algorithm.rollout_correction.bypass_mode=true => rollout_is=token would count them again; set rollout_is=null

@@ -72,3 +72,24 @@ def picture(number: int) -> Any:
 
     colour = tuple(number * factor % 256 for factor in (37, 59, 83))
     return Image.new("RGB", (28 * (1 + number % 3), 28 * (1 + number // 3 % 2)), colour)
+
+
+class Long(Judge):
+    """One prompt in `one_in` takes five turns, whose calls take `delay_s` each; the others take one turn."""
+
+    def __init__(self, delay_s: float = 0.0, one_in: int = 4) -> None:
+        super().__init__(delay_s=delay_s)
+        self.one_in = one_in
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> list[ChatMessage]:
+        self.num_left = self.num_turns = 5 if seed % self.one_in == 0 else 1
+        return super().reset(row, seed)
+
+    def _wait(self) -> None:
+        time.sleep(self.delay_s if self.num_turns > 1 else 0.0)
+
+    def step(self, completion: str) -> Step:
+        self._wait()
+        self.num_left -= 1
+        number = sum(map(ord, completion))
+        return Step([{"role": "user", "content": " ".join(str(number))}], self.reward(number), done=not self.num_left)

@@ -95,7 +95,7 @@ def train(
 
     trainer.collect = recorded  # type: ignore[method-assign]
     result: dict[str, Any] = {"samples": drawn, "rank": run.mesh.rank, "leader": run.mesh.is_replica_leader}
-    if config.rollout.multi_turn.environment is not None:
+    if config.rollout.multi_turn.environment is not None and run.placement.generator is not None:
         result["log"] = _engine_log(run.placement.generator.engine)
     close = run.close
 
