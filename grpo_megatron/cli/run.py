@@ -101,7 +101,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device, num_nodes = config.trainer.device, config.trainer.nnodes
         healing, stall_s = config.trainer.healing, config.trainer.stall_timeout_s
-        remembers = healing.is_on and healing.memory and num_nodes == 1
+        remembers = healing.is_on and healing.memory
         watch = None
         if stall_s is not None:
             watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
