@@ -464,7 +464,9 @@ def test_a_node_dies_and_the_others_go_on_from_its_pieces_in_memory_with_the_bit
         out = run.text(0)
     assert f"resumed from {MEMORY_FOLDER}" in out, out
     left = 1 + spares
-    assert f"healing: lost node 1 after 2 steps, with 2 ranks; goes on with {left}, in the layout of the config" in out, out
+    assert (
+        f"healing: lost node 1 after 2 steps, with 2 ranks; goes on with {left}, in the layout of the config" in out
+    ), out
     assert [event["kind"] for event in read_events(tmp_path / "healed") if event["kind"] != "failed"] == [
         *("started", "lost", "resumed", "healed", "done")
     ]
