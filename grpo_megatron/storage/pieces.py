@@ -54,7 +54,7 @@ class _Request(socketserver.StreamRequestHandler):
         if not self.server.token or not hmac.compare_digest(asked["token"], self.server.token):
             self._answer(error="another epoch")
         elif asked["do"] == "list":
-            self._answer(states=[_described(folder) for folder in on_disk(root)])
+            self._answer(states=[_described(folder) for folder in on_disk(root) if (folder / MANIFEST_FILE).exists()])
         elif not (path := (root / asked["path"]).resolve()).is_relative_to(root.resolve()):
             self._answer(error="outside the folder")
         elif asked["do"] == "get":

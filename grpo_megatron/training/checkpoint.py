@@ -217,7 +217,7 @@ class Checkpoints:
         if final == self.last and target is None:
             return final
         partial, task = partial_of(final), f"cannot write checkpoint {final}"
-        self._on_first_rank(task, lambda: self._start(partial))
+        self.on_first_rank(task, lambda: self._start(partial))
         writes = Writes(in_background=self.in_background)
         save_sharded(policy, partial / "state", writes)
         for part in parts:
@@ -267,7 +267,7 @@ class Checkpoints:
             self.pending.join()
             self.poll()
 
-    def _on_first_rank(self, task: str, action: Callable[[], object]) -> None:
+    def on_first_rank(self, task: str, action: Callable[[], object]) -> None:
         """Calls `action` on one rank of each folder. Collective. Raises RankError."""
         on_first_rank(self.mesh, task, action)
 

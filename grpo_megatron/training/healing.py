@@ -48,7 +48,7 @@ class NodeCheckpoints(Checkpoints):
         self.node, place = divmod(mesh.run_rank, mesh.ranks_per_node)
         self.is_first_of_node = place == 0
 
-    def _on_first_rank(self, task: str, action: Callable[[], object]) -> None:
+    def on_first_rank(self, task: str, action: Callable[[], object]) -> None:
         on_every_rank(self.mesh, task, lambda: action() if self.is_first_of_node else None)
 
     def _start(self, partial: Path) -> None:
@@ -92,7 +92,7 @@ class NodeCheckpoints(Checkpoints):
             _write_all(partial, small)
             publish_folder(partial, final)
 
-        self._on_first_rank(task, publish)
+        self.on_first_rank(task, publish)
         return True
 
     def newest(self) -> Path | None:
@@ -105,12 +105,16 @@ class NodeCheckpoints(Checkpoints):
         set_remote({path / n: RemotePiece(door, self.token, f"checkpoints/{name}/{n}") for n, door in where.items()})
 
         def bring_small() -> None:
-            if path.exists() and sha256_of(path / MANIFEST_FILE) != sha:  # of a step that was repeated
+            if (path / MANIFEST_FILE).exists() and sha256_of(path / MANIFEST_FILE) == sha:
+                return
+            if path.exists():  # of a step that was repeated, or without all small files
                 remove_folder(path)
-            small = [n for n in where if not n.endswith(".distcp")]
+            small = sorted(
+                (n for n in where if not n.endswith(".distcp")), key=lambda n: n == MANIFEST_FILE
+            )  # it is last
             _write_all(path, {n: get_piece(where[n], self.token, f"checkpoints/{name}/{n}") for n in small})
 
-        self._on_first_rank(f"cannot read the state in memory {path}", bring_small)
+        self.on_first_rank(f"cannot read the state in memory {path}", bring_small)
         self.last = path
         return path
 
@@ -152,10 +156,14 @@ class Mirror:
             num_nodes = self.checkpoints.num_nodes
         else:
             self.checkpoints, num_nodes = Checkpoints(Path(folder), mesh, 1, "sizes", in_background=True), 1
-        if not restart["lost_at"]:
-            task = "cannot keep the state in memory; set trainer.healing.memory=false"
-            needed = 2 * size * min(2, num_nodes) // num_nodes  # also those of another node
-            self.checkpoints._on_first_rank(task, lambda: check_space(Path(folder), needed, "the state of two steps"))
+        task = "cannot keep the state in memory; set trainer.healing.memory=false"
+        needed = 2 * size * min(2, num_nodes) // num_nodes  # also those of another node
+
+        def check() -> None:
+            if not on_disk(Path(folder)):  # else it had room for them
+                check_space(Path(folder), needed, "the state of two steps")
+
+        self.checkpoints.on_first_rank(task, check)
 
     def newer(self, saved: Path | None) -> Path | None:
         """Returns the newest mirrored state, or `saved` if that has as many steps. Collective."""
