@@ -29,8 +29,6 @@ from grpo_megatron.storage.run_files import STEP_FILE, add_event, on_disk, steps
 from grpo_megatron.training.checkpoint import Checkpoints
 from grpo_megatron.training.stopping import read_restart
 
-log = logging.getLogger(__name__)
-
 
 class NodeCheckpoints(Checkpoints):
     """States in the memory of several nodes: a node's folder has its ranks' files, and those of the node before it in a ring.
@@ -73,7 +71,8 @@ class NodeCheckpoints(Checkpoints):
     ) -> bool:
         if problems := [problem for problem in self.mesh.all_gather(self.not_sent) if problem]:
             if self.mesh.rank == 0:
-                log.warning("the state of this step is not kept in the memory of other nodes: %s", problems[0])
+                text = "the state of this step is not kept in the memory of other nodes: %s"
+                logging.getLogger(__name__).warning(text, problems[0])
             return False
         own = {name: {"size": (partial / name).stat().st_size, "sha256": sha} for name, sha in hashes.items()}
         files = {name: entry for part in self.mesh.gather(own) for name, entry in part.items()}
