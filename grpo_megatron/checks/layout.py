@@ -54,8 +54,12 @@ def healing_problems(config: Config) -> Problems:
     if config.num_rollout_ranks and trainer.nnodes > 1:
         yield f"{key} with {k.rollout.placement} and {k.trainer.nnodes}: two roles heal on one machine only; leave it out"
     if trainer.save_freq == -1 and (trainer.nnodes > 1 or not trainer.healing.memory):
-        kept = f" and {k.trainer.healing.memory}" if trainer.nnodes == 1 else ""
-        yield f"{key} with {k.trainer.save_freq}{kept}: no state is kept; set save_freq=1 or more"
+        nodes, memory = (
+            f"{k.trainer.nnodes}: two nodes may be lost at once",
+            f"{k.trainer.healing.memory}: no state is kept",
+        )
+        why = f" and {nodes if trainer.healing.memory else memory}"
+        yield f"{key} with {k.trainer.save_freq}{why}; set save_freq=1 or more"
 
 
 # -- Families and experts that a part of the run cannot compute --------------------------------------------------------

@@ -33,6 +33,10 @@ NOTICED_S = 1.0  # a killed process
 AGREED_S = 4.0  # the next epoch
 STARTED_S = 25.0  # imports, process groups, the engine's graphs
 STORAGE, SHA256 = 5e9, 1.5e9  # bytes per second: of a node from a shared file system, of a core (measured)
+PIECES = 1e9  # bytes per second of a rank from the memory of another node, over TCP
+
+
+News = tuple[str, dict[str, str], Cause]  # text, facts of the event, why
 
 
 class Fallbacks:
@@ -93,7 +97,7 @@ class Fallbacks:
                 yield "", f"from the loss to the first sample {sum(parts.values()):.0f} s (estimated): {named}"
 
     def _seconds(self, ranks: int, layout: PlannedLayout) -> dict[str, float]:
-        """Names the parts of a recovery from a checkpoint on shared storage."""
+        """Names the parts of a recovery: from memory, all of it from other nodes; else from a checkpoint on shared storage."""
         from grpo_megatron.training.checkpoint import checkpoint_bytes
 
         config, nodes = self.config, max(1, ranks // self.unit)
@@ -102,9 +106,12 @@ class Fallbacks:
             f"to notice a killed process (a silent node: {config.trainer.healing.node_timeout_s:g})": NOTICED_S,
             "to agree": AGREED_S,
             "to start processes and engines": STARTED_S,
-            f"to read {size / nodes / 1e9:.0f} GB per node": size / nodes / STORAGE,
-            "to sync": layout.seconds.sync,
         }
+        if config.trainer.healing.memory:
+            parts[f"to read {size / ranks / 1e9:.0f} GB per rank from other nodes' memory"] = size / ranks / PIECES
+            return parts | {"to sync": layout.seconds.sync}
+        parts[f"to read {size / nodes / 1e9:.0f} GB per node"] = size / nodes / STORAGE
+        parts["to sync"] = layout.seconds.sync
         if config.trainer.verify_checkpoints == "full":  # each file is read once more, by one rank
             parts["for sha256 (trainer.verify_checkpoints)"] = size / nodes / STORAGE + size / ranks / SHA256
         return parts
@@ -123,12 +130,19 @@ class Healing(Healer):
         self.exceptions: set[str] = set()  # since the last step
 
     def after(self, cause: Cause) -> Restart | None:
-        """Returns how the ranks start again; None: the run ends."""
+        """Returns how the ranks start again, and tells why; None: the run ends."""
+        restart, news = self.decide(cause)
+        if news is not None:
+            self.tell(*news)
+        return restart
+
+    def decide(self, cause: Cause) -> tuple[Restart | None, News | None]:
+        """Returns how the ranks start again, and what is to be told of it."""
         ended_at, steps_done = time.time(), self._read_steps()
         if cause.code == EXIT_TO_GROW:
-            return self.use(self.usable())
+            return self.use(self.usable()), None
         if cause.is_final:
-            return None
+            return None, None
         if steps_done > self.steps_done:
             self.steps_done, self.num_failures = steps_done, 0
             self.exceptions.clear()
@@ -146,13 +160,13 @@ class Healing(Healer):
         restart = None if problem else self.use(devices)
         if restart is None:
             print(f"healing: not again: {problem or f'no layout for the {len(devices)} devices left'}", flush=True)
-            return None
+            return None, None
         self.exceptions.add(cause.message)
-        self.tell(*self._news(cause, restart, ranks_before, lost), cause)
         more = self.fallbacks.restart(len(usable))
         grows = more is not None and more.world_size > restart.world_size
         grow_after = GROW_FACTOR ** (max((self.losses[d] for d in lost), default=1) - 1) if grows else None
-        return restart._replace(lost_at=last_sign, ended_at=ended_at, grow_after=grow_after)
+        again = restart._replace(lost_at=last_sign, ended_at=ended_at, grow_after=grow_after)
+        return again, (*self._news(cause, restart, ranks_before, lost), cause)
 
     def usable(self) -> list[int]:
         """Lists the devices, those with the fewest losses first."""

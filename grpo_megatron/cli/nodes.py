@@ -28,6 +28,7 @@ from grpo_megatron.cli.ranks import STOP_NAME, Healer, Restart
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
 from grpo_megatron.storage.files import EPOCH, epoch_file, newest_epoch, write_file
+from grpo_megatron.storage.pieces import DOORS, PieceServer
 from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Launcher(NamedTuple):
     epoch: int  # its ranks' last one
     ended: list[Any] | None  # their Cause, once they have ended
     leaving: str  # the signal that asked this node to leave
+    pieces: int = 0  # the port at which its states in memory are; 0: none are kept
 
 
 class NodeHealer(Healer):
@@ -95,6 +97,7 @@ class NodeHealer(Healer):
         self._door, self._store = socket.create_server(("", 0), backlog=64), socket.socket()
         self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there, this process does not
         self._store.bind(("", 0))
+        self._pieces: PieceServer | None = None
         self._last_look = time.monotonic()
         self._clock = 0.0  # seconds since the start
         self._seen: dict[int, tuple[Launcher, float]] = {}  # by node, with the time of the last change; 0: of none
@@ -116,6 +119,8 @@ class NodeHealer(Healer):
         """Waits until this node is to train; None: the run is over."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_place()
+        if self.memory is not None:
+            self._pieces = PieceServer(self.memory)
         for run in (self._look, self._guard, self._show_life):
             threading.Thread(target=run, name=f"node: {run.__name__}", daemon=True).start()
         return self._wait()
@@ -218,6 +223,7 @@ class NodeHealer(Healer):
         local = Launcher(
             *(self.id, self._count, self.address, self._door.getsockname()[1], self._store.getsockname()[1]),
             *(self.epoch, None if cause is None else list(cause), self.leaving),
+            0 if self._pieces is None else self._pieces.port,
         )
         if self._count > 1 and (found := self._read(self.node)) is not None and found.id != self.id:
             raise ConfigError(
@@ -232,6 +238,8 @@ class NodeHealer(Healer):
                 self._seen[node] = (found, changed if last == found and node != self.node else now)
         number = newest_epoch(self.folder)
         epoch = json.loads(epoch_file(self.folder, number).read_text()) if number else None
+        if epoch is not None and self._pieces is not None:
+            self._pieces.token = epoch["token"]
         if epoch is not None and number > self.epoch:
             if self._ranks is not None:
                 self._end(f"epoch {number} has begun")
@@ -260,7 +268,7 @@ class NodeHealer(Healer):
         first = epoch["ids"].index(self.id) * self.per_node
         variables = {"WORLD_SIZE": str(epoch["world_size"]), RUN_ID: epoch["token"]}
         variables |= {"MASTER_ADDR": epoch["address"], "MASTER_PORT": str(epoch["port"])}
-        variables[EPOCH] = str(epoch_file(self.folder, number))
+        variables |= {EPOCH: str(epoch_file(self.folder, number)), DOORS: json.dumps(epoch["pieces"])}
         self.epoch = number
         restart = Restart(
             self.per_node, epoch["settings"], None, epoch["lost_at"], None, epoch["ended_at"], variables, first
@@ -372,19 +380,16 @@ class NodeHealer(Healer):
         turn = order.index(self.node) + 2 * len(others) + (min(order) > min(others, default=self.node))
         if now - self._since.setdefault(("settled", number), now) < TURN_S * turn:
             return
-        cause, news = _merged(epoch, gone, causes, self.per_node, self.timeout_s), []
+        cause = _merged(epoch, gone, causes, self.per_node, self.timeout_s)
         healing, history = self.healing, epoch["history"]
         healing.losses = Counter({int(node): count for node, count in history["losses"].items()})
         healing.steps_done, healing.num_failures = history["steps_done"], history["num_failures"]
         healing.exceptions, healing.used = set(history["exceptions"]), list(epoch["nodes"])
         healing.devices = [n for n, launcher in reached.items() if not launcher.leaving]
-        healing.tell = lambda *told: news.append(told)  # type: ignore[method-assign]
-        restart = healing.after(cause)
-        del healing.tell  # type: ignore[method-assign]
+        restart, news = healing.decide(cause)
         code = EXIT_STOPPED if cause.code == EXIT_TO_GROW else cause.code
-        if self._make(number + 1, restart, code, alive):
-            for told in news:
-                healing.tell(*told)
+        if self._make(number + 1, restart, code, alive) and news is not None:
+            healing.tell(*news)
 
     def _make(self, number: int, restart: Restart | None, code: int | None, alive: dict[int, Launcher]) -> bool:
         """Makes an epoch; False: another launcher has. All follow the one that is there, this launcher too."""
@@ -399,7 +404,8 @@ class NodeHealer(Healer):
             "settings": [] if restart is None else list(restart.settings),
             "address": first.address,
             "port": first.port,
-            "token": secrets.token_hex(16),  # of the store's keys
+            "pieces": [(alive[n].address, alive[n].pieces) for n in [*nodes, *sorted(alive.keys() - set(nodes))]],
+            "token": secrets.token_hex(16),  # of the store's keys, and of the pieces
             "lost_at": restart and restart.lost_at,
             "ended_at": 0.0 if restart is None else restart.ended_at,
             "made_by": self.node,

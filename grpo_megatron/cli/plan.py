@@ -67,6 +67,7 @@ from grpo_megatron.rollout.vllm.arguments import loops_over_requests
 from grpo_megatron.rollout.vllm.versions import installed_vllm
 from grpo_megatron.storage.files import write_file
 from grpo_megatron.storage.run_files import on_disk, steps_of
+from grpo_megatron.training.checkpoint import checkpoint_bytes
 from grpo_megatron.transformer_engine import FLASH_ATTENTION, attention_gap
 from grpo_megatron.untrusted import reason_of, redacted, yaml_text
 
@@ -209,6 +210,9 @@ class NodeMemory:
             "images": image_bytes(config, models.arch, world_size, has_reference=has_reference),
             "scores of teachers": teacher_scores_bytes(config, models.teachers, world_size),
         }
+        if config.trainer.healing.is_mirrored:  # of two steps; on several nodes a rank's part is on two of them
+            size = checkpoint_bytes(models.arch, config.model.dtype, config.actor.lora)
+            of_all["states in memory"] = 2 * size * min(2, config.trainer.nnodes) / world_size
         of_all = {name: size for name, size in of_all.items() if size}
         of_stages = [host_parts(config, models.arch, world_size, stage) | of_all for stage in stages]
         keys = {
@@ -217,6 +221,7 @@ class NodeMemory:
             "critic.offload=false": config.critic.offload,
             "trainer.async_save=false": config.trainer.async_save,
             "rollout.lag=1": config.rollout.lag > 1,
+            "trainer.healing.memory=false": config.trainer.healing.is_mirrored,
         }
         remedies = tuple(key for key, is_set in keys.items() if is_set)
         return cls(max(of_stages, key=lambda parts: sum(parts.values())), ranks, remedies)

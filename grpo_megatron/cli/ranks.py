@@ -61,6 +61,7 @@ class Healer:
     """Decides how the ranks of this launcher start, and start again; this one: once. `code`: instead of the ranks' own."""
 
     code: int | None = None
+    memory: Path | None = None  # the folder that outlives the ranks
 
     def first(self, world_size: int) -> Restart | None:
         """Returns the first start; None: there is nothing to start."""
@@ -154,6 +155,7 @@ def start_ranks(
     memory = private_folder(MEMORY_FOLDER) if remembers else contextlib.nullcontext(None)
     try:
         with memory as mirror:
+            healer.memory = mirror
             cause, restart = Cause(0, ""), healer.first(world_size)
             while restart is not None:
                 with private_folder() as folder:

@@ -100,8 +100,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         del checked  # the ranks read the files themselves
         place = functools.partial(failures.last_place, config.trainer.output_dir)
         device, num_nodes = config.trainer.device, config.trainer.nnodes
-        healing, stall_s = config.trainer.healing, config.trainer.stall_timeout_s
-        remembers = healing.is_on and healing.memory and num_nodes == 1
+        stall_s = config.trainer.stall_timeout_s
         watch = None
         if stall_s is not None:
             watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
@@ -114,7 +113,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
             engine=engine,
             place=place,
             healer=healer,
-            remembers=remembers,
+            remembers=config.trainer.healing.is_mirrored,
             watch=watch,
         )
     return _run(config, checked, options)

@@ -78,7 +78,8 @@ class HealingConfig(Section):
     """auto: with fewer devices than ranks in the planner's layout; same: in the config's, with a spare or in place;
     null: the run ends"""
     memory: Annotated[bool, Needs(".layouts")] = True
-    """keep the state after each step in the host's memory (/dev/shm), with room for two checkpoints"""
+    """keep the state after each step in the host's memory (/dev/shm), with room for that of two steps; with nnodes above 1:
+    each rank's part on its node and on another one"""
     spares: Annotated[int, Needs(".layouts")] = Field(0, ge=0, le=1024)
     """devices of the machine beyond n_gpus_per_node, which replace lost ones; with nnodes above 1: nodes beyond nnodes"""
     node_timeout_s: Annotated[Seconds, Needs(".layouts")] = 20.0
@@ -87,6 +88,11 @@ class HealingConfig(Section):
     @property
     def is_on(self) -> bool:
         return self.layouts is not None
+
+    @property
+    def is_mirrored(self) -> bool:
+        """The state after each step is kept in memory."""
+        return self.is_on and self.memory
 
 
 class TrainerConfig(Section):

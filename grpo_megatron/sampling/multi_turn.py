@@ -91,6 +91,11 @@ class TrajectoryLimits:
     turns: int
 
 
+def hash_of(token_ids: Sequence[int], images: Sequence[PromptImage]) -> int:
+    """Returns what tells the context of a turn from others."""
+    return stable_hash(str((*token_ids, *(image.digest for image in images))))
+
+
 @dataclass
 class Trajectory:
     """One sample in play.
@@ -193,7 +198,7 @@ class Trajectory:
         """
         seconds = time.perf_counter() - self.asked_at
         if self.digests:
-            self.record.append((completion, self.version, stable_hash(str((*self.prompt_ids, *self.response_ids)))))
+            self.record.append((completion, self.version, hash_of((*self.prompt_ids, *self.response_ids), self.images)))
         self._append("assistant", completion.response_ids, completion.logprobs, clock, seconds)
         self.kept += completion.kept
         self.routes = continued(self.routes, completion.routes)

@@ -15,10 +15,10 @@ from math import ceil
 from typing import Any
 
 from grpo_megatron.report.metrics import Metrics
-from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed, stable_hash, training_truncation
+from grpo_megatron.rollout.engine import Completion, Request, continued, sample_seed, training_truncation
 from grpo_megatron.sampling.collector import Group, PolicyCollector, State, pack_groups, unpack_groups
 from grpo_megatron.sampling.generator import SamplingRound, distinct_uids, sample_indices
-from grpo_megatron.sampling.multi_turn import Trajectory, TrajectoryGenerator
+from grpo_megatron.sampling.multi_turn import Trajectory, TrajectoryGenerator, hash_of
 from grpo_megatron.types import UNFINISHED, Prompt, PromptImage, Sample, Segment
 
 TURN = "turn"  # Sample.status of a stored turn of a trajectory under way
@@ -338,7 +338,7 @@ class _Record:
     def submit(self, key: str, request: Request, version: int) -> None:
         trajectory = self.trajectories[key]
         turn = self.turns[key][trajectory.num_generated]
-        if stable_hash(str((*request.prompt_ids,))) != turn.seed:
+        if hash_of(request.prompt_ids, request.images) != turn.seed:
             self.differing.add(key)
         trajectory.version, trajectory.digests[turn.version] = turn.version, turn.weights_digest
         completion = Completion(turn.response_ids, turn.rollout_logprobs, turn.finish_reason, turn.routes, turn.kept)

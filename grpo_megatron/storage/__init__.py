@@ -3,6 +3,7 @@
 files.py      write a file or a folder under a temporary name beside its target, then rename it; manifests of folders; one run at
               a time writes into a folder; what a killed process tree leaves behind
 run_files.py  names of checkpoints and rollout files, events of a run
+pieces.py     pieces of states in the memory of several nodes: a server, and its requests
 hub.py        models and data of the Hugging Face Hub, by id
 """
 

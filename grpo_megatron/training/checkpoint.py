@@ -98,14 +98,16 @@ class TrainedModel:
 class PendingSave(threading.Thread):
     """A writer of this rank's files of one checkpoint from copies, while the run goes on. It does not communicate."""
 
-    def __init__(self, step: int, writes: Writes, task: str, complete: Callable[[], None]) -> None:
+    def __init__(
+        self, step: int, writes: Writes, task: str, write: Callable[[], None], complete: Callable[[], None]
+    ) -> None:
         super().__init__(name="checkpoint writer", daemon=True)
-        self.step, self.writes, self.task, self.complete = step, writes, task, complete
+        self.step, self.writes, self.task, self.write, self.complete = step, writes, task, write, complete
         self.error = ""
 
     def run(self) -> None:
         try:
-            self.writes.write()
+            self.write()
         except Exception as error:  # it must reach all ranks: a thread's error is only printed
             self.error = f"{self.task}: {type(error).__name__}: {error}"
 
@@ -215,7 +217,7 @@ class Checkpoints:
         if final == self.last and target is None:
             return final
         partial, task = partial_of(final), f"cannot write checkpoint {final}"
-        on_first_rank(self.mesh, task, lambda: self._start(partial))
+        self.on_first_rank(task, lambda: self._start(partial))
         writes = Writes(in_background=self.in_background)
         save_sharded(policy, partial / "state", writes)
         for part in parts:
@@ -231,14 +233,12 @@ class Checkpoints:
 
         def complete() -> None:
             writes.finish()
-            parts = self.mesh.gather(writes.hashes(partial))
-            hashes = {name: sha for of_rank in parts for name, sha in of_rank.items()}
             newest = step if target is None else None
-            on_first_rank(self.mesh, task, lambda: self._publish(partial, final, text, hashes, newest))
-            self.last, self.pending = final if target is None else self.last, None
+            is_there = self._complete(task, partial, final, text, writes.hashes(partial), newest)
+            self.last, self.pending = final if target is None and is_there else self.last, None
 
         if self.in_background:
-            self.pending = PendingSave(step, writes, task, complete)
+            self.pending = PendingSave(step, writes, task, lambda: self._write(writes, partial), complete)
             self.pending.start()
         else:
             complete()
@@ -266,6 +266,26 @@ class Checkpoints:
         if self.pending is not None:
             self.pending.join()
             self.poll()
+
+    def on_first_rank(self, task: str, action: Callable[[], object]) -> None:
+        """Calls `action` on one rank of each folder. Collective. Raises RankError."""
+        on_first_rank(self.mesh, task, action)
+
+    def _write(self, writes: Writes, partial: Path) -> None:
+        """Writes this rank's files in the background, without communication between ranks."""
+        writes.write()
+
+    def _complete(
+        self, task: str, partial: Path, final: Path, text: str, hashes: dict[str, str], newest: int | None
+    ) -> bool:
+        """Makes a folder that all ranks have written a checkpoint; `hashes`: of this rank's files. Collective.
+
+        False: it is dropped.
+        """
+        parts = self.mesh.gather(hashes)
+        hashes = {name: sha for of_rank in parts for name, sha in of_rank.items()}
+        on_first_rank(self.mesh, task, lambda: self._publish(partial, final, text, hashes, newest))
+        return True
 
     def _start(self, partial: Path) -> None:
         if self.last is not None and self.last.exists():  # the next one has about its size

@@ -28,7 +28,15 @@ from grpo_megatron.cli.ranks import STOP_NAME, Restart
 from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.report.metrics import JsonlSink
 from grpo_megatron.storage import StorageError
-from grpo_megatron.storage.files import EPOCH, FolderLock, clear_leftovers, newest_epoch, partial_of, publish_folder
+from grpo_megatron.storage.files import (
+    EPOCH,
+    MEMORY_FOLDER,
+    FolderLock,
+    clear_leftovers,
+    newest_epoch,
+    partial_of,
+    publish_folder,
+)
 from grpo_megatron.storage.run_files import read_events
 from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
 from tests.cli.test_healing import exact_run, root  # noqa: F401 - a fixture
@@ -367,16 +375,16 @@ def test_a_rank_of_an_older_epoch_writes_nothing(tmp_path: Path, monkeypatch: py
 # -- real launchers -----------------------------------------------------------------------------------------------------
 
 
-class TwoNodes:
-    """Two launchers of one rank each, on this machine, in sessions of their own."""
+class Nodes:
+    """Two launchers of one rank each, or more, on this machine, in sessions of their own."""
 
-    def __init__(self, raw: dict[str, Any], folder: Path, **environment: str) -> None:
+    def __init__(self, raw: dict[str, Any], folder: Path, number: int = 2, **environment: str) -> None:
         self.folder, self.output = folder, Path(raw["trainer"]["output_dir"])
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
         common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", NODE_ADDRESS: "127.0.0.1", **environment}
         command = [sys.executable, "-m", "tests.soak.command", "train", str(folder / "run.yaml")]
         self.launchers = []
-        for node in range(2):
+        for node in range(number):
             with (folder / f"out_{node}.txt").open("w") as out:
                 variables = {**os.environ, **common, NODE_RANK: str(node)}
                 process = subprocess.Popen(
@@ -384,11 +392,11 @@ class TwoNodes:
                 )
             self.launchers.append(process)
 
-    def __enter__(self) -> TwoNodes:
+    def __enter__(self) -> Nodes:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for node in range(2):
+        for node in range(len(self.launchers)):
             self.send(node, signal.SIGKILL)
             self.launchers[node].wait()
 
@@ -438,18 +446,25 @@ def same_as_undisturbed(folder: Path, healed: dict[str, Any]) -> None:
 HEALING = {"layouts": "auto", "node_timeout_s": 20.0}
 
 
-def test_a_node_dies_and_the_other_one_goes_on_alone_with_the_bits_of_an_undisturbed_run(
+@pytest.mark.parametrize("spares", [1, pytest.param(0, marks=pytest.mark.soak)])
+def test_a_node_dies_and_the_others_go_on_from_its_pieces_in_memory_with_the_bits_of_an_undisturbed_run(
     root: Path,  # noqa: F811
     tmp_path: Path,
+    spares: int,
 ) -> None:
-    """Launcher, fork server and rank of node 1 are killed at once in the update of the second step."""
-    raw = exact_run(root, tmp_path / "healed", 1, nnodes=2, healing=HEALING, save_freq=1, total_training_steps=3)
-    fault = {"point": "update_actor", "count": 2, "rank": 1, "action": "kill all", "once": str(tmp_path / "lost")}
-    with TwoNodes(raw, tmp_path, SOAK_FAULT=json.dumps(fault)) as run:
+    """Launcher, fork server and rank of node 1 are killed at once in the update of the third step.
+
+    No checkpoint was saved: node 0 has the pieces of node 1's rank in memory. A spare has nothing, and reads from node 0.
+    """
+    raw = exact_run(root, tmp_path / "healed", 1, nnodes=2, healing=HEALING | {"spares": spares}, save_freq=100)
+    fault = {"point": "update_actor", "count": 3, "rank": 1, "action": "kill all", "once": str(tmp_path / "lost")}
+    with Nodes(raw, tmp_path, 2 + spares, SOAK_FAULT=json.dumps(fault)) as run:
         assert run.launchers[1].wait(300) == -signal.SIGKILL, run.text(1)
         assert run.launchers[0].wait(300) == 0, run.text(0)
         out = run.text(0)
-    assert "healing: lost node 1 after 1 step, with 2 ranks; goes on with 1, in the layout of the config" in out, out
+    assert f"resumed from {MEMORY_FOLDER}" in out, out
+    goes_on = f"goes on with {1 + spares}, in the layout of the config"
+    assert f"healing: lost node 1 after 2 steps, with 2 ranks; {goes_on}" in out, out
     assert [event["kind"] for event in read_events(tmp_path / "healed") if event["kind"] != "failed"] == [
         *("started", "lost", "resumed", "healed", "done")
     ]
@@ -482,7 +497,7 @@ def test_a_node_that_was_cut_off_finds_another_epoch_and_joins_it_at_the_next_st
         "timeout_s": 600.0,
     }
     allowed.write_text("2")
-    with TwoNodes(raw, tmp_path) as run:
+    with Nodes(raw, tmp_path) as run:
         run.after(2)
         run.send(half, signal.SIGSTOP)
         allowed.write_text("4")

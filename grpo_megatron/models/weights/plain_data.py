@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_megatron.imports import replaced
 from grpo_megatron.storage import StorageError
+from grpo_megatron.storage.pieces import RemotePiece, open_piece
 
 _RECORDS = {
     "torch.distributed.checkpoint.metadata",
@@ -95,7 +96,7 @@ def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
                 raise ValueError("it is outside the checkpoint")
             if info.transform_descriptors:
                 raise ValueError(f"it is transformed by {info.transform_descriptors}")
-            with file.open("rb") as stream:
+            with open_piece(file) as stream:
                 stream.seek(info.offset)
                 check_object(index.fqn, stream.read(info.length))
 
@@ -104,7 +105,7 @@ def check_plain(folder: Path, part: int = 0, parts: int = 1) -> None:
 def plain_data_only() -> Iterator[None]:
     """Makes torch's readers of distributed checkpoints refuse code inside the block, as `check_plain` does.
 
-    So a file that is replaced after the check runs no code either.
+    So a file that is replaced after the check runs no code either. They find pieces in the memory of other nodes.
     """
     load_bytes: Callable[..., None] = default_planner.DefaultLoadPlanner.load_bytes
 
@@ -112,7 +113,17 @@ def plain_data_only() -> Iterator[None]:
         check_object(item.dest_index.fqn, value.getvalue())
         load_bytes(planner, item, value)
 
+    slice_file = filesystem.FileSystemReader._slice_file
+
+    def slice_piece(reader: Any, file: Any, info: Any) -> Any:
+        if not isinstance(file, RemotePiece):
+            return slice_file(reader, file, info)
+        file.seek(info.offset)
+        return io.BytesIO(file.read(info.length))
+
     with (
+        replaced(filesystem.FileSystem, create_stream=lambda system, path, mode: open_piece(Path(path))),
+        replaced(filesystem.FileSystemReader, _slice_file=slice_piece),
         replaced(filesystem, pickle=SimpleNamespace(load=_load_contents, dump=pickle.dump)),
         replaced(default_planner.DefaultLoadPlanner, load_bytes=load_checked),
     ):
