@@ -611,7 +611,9 @@ def with_total_steps(config: Config, rows: int) -> Config:
 def epoch_problems(config: Config, rows: int) -> Problems:
     """Checks that `trainer.total_epochs` gives a step, and agrees with a given `trainer.total_training_steps`."""
     k, trainer, steps = keys_of(config), config.trainer, steps_of_epochs(config, rows)
-    counted = f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} step{'s' * (steps != 1)}"
+    counted = (
+        f"{k.trainer.total_epochs} x floor({rows} rows / {k.data.train_batch_size}) = {steps} step{'s' * (steps != 1)}"
+    )
     if steps == 0:
         yield f"{counted}; set {k.data.train_batch_size:key}={rows} or less"
     elif steps and "total_training_steps" in trainer.model_fields_set and trainer.total_training_steps != steps:
