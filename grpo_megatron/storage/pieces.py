@@ -26,7 +26,7 @@ from grpo_megatron.storage.run_files import on_disk
 
 Door = tuple[str, int]  # host and port of a launcher that serves pieces
 DOORS = "GRPO_MEGATRON_PIECES"  # for ranks: the doors of the nodes that train, in their order, then of others, as JSON
-SILENT_S = 10.0  # without a byte
+NO_BYTE_S = 10.0  # without a byte
 RETRY_S = 3.0  # for a launcher to see the newest epoch
 MAX_LINE = 1 << 16
 
@@ -47,7 +47,7 @@ class PieceServer(socketserver.ThreadingTCPServer):
 
 class _Request(socketserver.StreamRequestHandler):
     server: PieceServer
-    timeout = SILENT_S
+    timeout = NO_BYTE_S
 
     def handle(self) -> None:
         asked, root = json.loads(self.rfile.readline(MAX_LINE)), self.server.root
@@ -89,7 +89,7 @@ def _described(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def _asked(door: Door, **request: Any) -> Iterator[tuple[socket.socket, Any]]:
     """Opens a connection, and sends a request. Raises OSError."""
-    with socket.create_connection(door, SILENT_S) as connection, connection.makefile("rb") as answers:
+    with socket.create_connection(door, NO_BYTE_S) as connection, connection.makefile("rb") as answers:
         connection.sendall(json.dumps(request).encode() + b"\n")
         yield connection, answers
 
