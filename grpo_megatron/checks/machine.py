@@ -23,9 +23,9 @@ def output_problems(config: Config, *, is_plan: bool = False) -> Problems:
     k, folder = keys_of(config), config.trainer.output_dir
     if folder.resolve().is_relative_to(config.model.path.resolve()):
         yield f"{k.trainer.output_dir} is in {k.model.path}, which a run only reads; set a folder outside of it"
-    existing, problem = existing_part(folder)
-    if problem:
-        yield f"{k.trainer.output_dir}: {problem}"
+    existing, no_folder = existing_part(folder)
+    if no_folder:
+        yield f"{k.trainer.output_dir}: {no_folder}"
     else:
         try:
             tempfile.TemporaryDirectory(prefix=".grpo_", dir=existing).cleanup()  # root may do more than it can
