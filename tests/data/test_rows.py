@@ -198,7 +198,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         ("latin.csv", b"question\n\xff\n", "is not UTF-8"),
         ("gone.jsonl", None, "cannot read data file .*gone.jsonl.*No such file"),
         ("no*.jsonl", None, "no file matches this pattern"),
-        ("packed.jsonl", gzip.compress(b"{}"), "is compressed by gzip; decompress it"),
+        ("packed.jsonl", gzip.compress(b"{}", mtime=0), "is compressed by gzip; decompress it"),
         ("pointer.parquet", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
     ],
 )
