@@ -283,7 +283,7 @@ REFUSED_REQUESTS: list[tuple[str, Any, str]] = [  # form, changes of its first r
     ),
     ("chat/completions", {"messages": [{**USER, "extra": DEEP}]}, "more than 64 deep"),
     ("chat/completions", {"messages": [{**USER, "extra": 7}]}, "the field 'extra', which is not read here"),
-    ("chat/completions", {"messages": [{**USER, "content": [{"type": "image_url", "text": "x"}]}]}, "only text"),
+    ("chat/completions", {"messages": [{**USER, "content": [{"type": "video_url", "text": "x"}]}]}, "only text"),
     ("chat/completions", {"tools": [{"type": "web_search"}]}, "only functions are known"),
     ("chat/completions", {"stop": ["x" * 1001]}, "of 1 to 1000 characters"),
     ("completions", {"logprobs": 5}, "or set 0, or set 1"),
