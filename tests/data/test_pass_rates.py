@@ -85,7 +85,7 @@ def test_wrong_rows_are_named(tmp_path: Path) -> None:
         ({"question": "q", "answer": "a"}, "line 1: field 'rate' is missing"),
         ({**right, "rate": 1.5}, "field 'rate' is 1.5, and a pass rate is 0 to 1"),
         ({**right, "rate": float("nan")}, "field 'rate' is nan, not a number of 0 or more"),
-        ({**right, "rate": True}, "field 'rate' is bool, not a number"),
+        ({**right, "rate": True}, "field 'rate' is true or false, not a number"),
         ({**right, "weight": -1}, "field 'weight' is -1, not a number of 0 or more"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -119,7 +119,7 @@ def test_bad_rows_are_named_and_nothing_is_written(tmp_path: Path, task: str) ->
         "is not JSON": "{oops",
         "field 'completion' is missing": {"answer": "1"},
         "field 'completion' is null, not a string": {"answer": "1", "completion": None},
-        "field 'answer' is bool, not a string": {"answer": True, "completion": ""},
+        "field 'answer' is true or false, not a string": {"answer": True, "completion": ""},
     }
     if task == "gsm8k":
         bad["the reference answer 'many' is not a number"] = {"answer": "many", "completion": ""}
