@@ -1,6 +1,7 @@
 """The service's files, output_dir/service. Rank 0 alone writes them, but for the weights. A restart reads all but results.
 
 token, url                    the key of a server without service.tokens; where it listens
+base.json                     the settings that the models here depend on (cli/serve_training.py)
 sessions/ID.json              owner and the client's own description
 models/ID/model.json          how the model began: rank and seed, or a checkpoint
 models/ID/state_0000000012/     a snapshot of weights and optimizer after request 12

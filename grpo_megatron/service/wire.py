@@ -41,6 +41,7 @@ FLOAT32, INT64 = 1, 2  # of DType
 NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 STOP, LENGTH = 0, 1  # of StopReason
+MAX_ERRORS = 1000  # of one JSON request, that are read
 
 
 def _message_classes() -> dict[str, Any]:
@@ -424,6 +425,8 @@ def read_json_request(kind: Any, body: bytes) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
+        if (count := error.error_count()) > MAX_ERRORS:  # each is 1 kB of Python
+            raise RequestError(f"{count} fields are wrong") from None
         places = [(".".join(map(str, one["loc"]))[:200], one["msg"][:300]) for one in error.errors()[:8]]
         wrong = [f"{place}: {text}".removeprefix(": ").replace("Value error, ", "") for place, text in places]
         raise RequestError("; ".join(wrong)) from None
