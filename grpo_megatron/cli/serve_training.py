@@ -74,13 +74,9 @@ def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int]
 
 def base_settings(config: Config) -> dict[str, Any]:
     """Returns key -> value of what the models in a folder depend on."""
-    lora = config.actor.lora.model_dump(
-        mode="json", include={"rank", "alpha", "use_rslora", "target_modules", "exclude_modules"}
-    )
-    return {
-        "model.path": str(config.model.path.resolve()),
-        **{f"actor.lora.{key}": value for key, value in lora.items()},
-    }
+    names = ("rank", "alpha", "use_rslora", "target_modules", "exclude_modules")
+    settings = {f"actor.lora.{name}": getattr(config.actor.lora, name) for name in names}
+    return {"model.path": str(config.model.path.resolve()), **settings}
 
 
 def check_base(config: Config) -> None:
@@ -91,10 +87,8 @@ def check_base(config: Config) -> None:
     earlier = json.loads((folder / "base.json").read_text())
     for key, value in base_settings(config).items():
         if earlier.get(key) != value:
-            raise ConfigError(
-                f"{key}={value!r}: the models in {str(folder)!r} began with {earlier.get(key)!r}; set that, or another"
-                " trainer.output_dir"
-            )
+            remedy = f"the models in {str(folder)!r} began with {earlier.get(key)!r}; set that, or another trainer.output_dir"
+            raise ConfigError(f"{key}={value!r}: {remedy}")
 
 
 def serve(checked: Any) -> None:

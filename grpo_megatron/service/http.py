@@ -76,12 +76,8 @@ class HttpServer:
         )
         flags |= {"proto_compress_fwdbwd": False, "sample_join_sampling_session": False}
         flags["fwdbwd_max_chunk_bytes_count"] = min(5_000_000, self.config.max_body_megabytes << 19)
-        model = {
-            "model_name": name,
-            "max_context_length": server.served.max_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
+        model = {"model_name": name, "max_context_length": server.served.max_tokens}
+        model |= {"trainable": True, "sampleable": True}
 
         def route(path: str, answer: Callable[[Any, str, bytes], Any], kind: Any = None, method: str = "POST") -> Route:
             """Answers `answer(request, owner, body)`; the request is read as `kind`, if there is one."""
@@ -134,9 +130,8 @@ class HttpServer:
 
         async def answer(request: Request) -> Response:
             try:
-                token = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
-                    "Bearer "
-                )
+                bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+                token = request.headers.get("x-api-key") or bearer
                 owner = self.server.owners.get(digest(token))
                 if owner is None:
                     raise RequestError("the key is not one of this server's; set TINKER_API_KEY (docs/service.md)", 401)
@@ -183,12 +178,8 @@ class HttpServer:
     def _info(self, read: Any, owner: str, _: bytes) -> JsonObject:
         served = self.server.served
         data = {"arch": "decoder", "model_name": served.name, "tokenizer_id": served.tokenizer}
-        return {
-            "model_data": data,
-            "model_id": read.model_id,
-            "model_name": served.name,
-            **self._about(read.model_id, owner),
-        }
+        about = self._about(read.model_id, owner)
+        return {"model_data": data, "model_id": read.model_id, "model_name": served.name, **about}
 
     def _training_run(self, read: Any, owner: str, _: bytes) -> JsonObject:
         model = self.server.model(read["id"], owner)

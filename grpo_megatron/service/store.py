@@ -29,14 +29,10 @@ from typing import Any
 from grpo_megatron.config import ConfigError, ServiceConfig
 from grpo_megatron.storage.files import clear_leftovers, remove_folder, write_file
 
-CHECKPOINT_KINDS = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-}  # in tinker:// -> of the client
-REQUEST_FAILED = (
-    "the server failed on this request, its log has more: "  # begins the text of an error that is none of the client
-)
+# in tinker:// -> of the client
+CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# begins the text of an error that is none of the client
+REQUEST_FAILED = "the server failed on this request, its log has more: "
 KEPT_RESULTS = 256  # of one model, before its last snapshot
 JsonObject = dict[str, Any]
 

@@ -688,6 +688,8 @@ def test_wrong_json_is_refused_in_words() -> None:
         (wire.CreateModel, b"{", "^Invalid JSON"),
         (wire.CreateModel, create % b"NaN", "^user_metadata: Out of range float values"),
         (wire.SaveWeights, b'{"model_id": "m", "seq_id": 1, "path": "a/b"}', "^path: a name is 1 to 128 letters"),
+        (wire.TextChunk, b'{"tokens": [], "type": "image"}', "^type: only 'encoded_text' is served"),
+        (wire.CreateSampler, create % b"1", "; user_metadata: is not served"),
     ):
         with pytest.raises(RequestError, match=words):
             read_json_request(kind, body)
