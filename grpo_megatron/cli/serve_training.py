@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import traceback
@@ -60,6 +61,7 @@ def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int]
         from grpo_megatron.checks.validate import validate_service
 
         checked = validate_service(config, world_size)
+    check_base(checked.config)
     if not is_rank and world_size > 1:
         if config.trainer.nnodes > 1:
             raise ConfigError("trainer.nnodes: start the command on each node under torchrun (docs/service.md)")
@@ -68,6 +70,25 @@ def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int]
         return 0 if code in (128 + signal.SIGTERM, 128 + signal.SIGINT) else code  # as one rank
     serve(checked)
     return 0
+
+
+def base_settings(config: Config) -> dict[str, Any]:
+    """Returns key -> value of what the models in a folder depend on."""
+    names = ("rank", "alpha", "use_rslora", "target_modules", "exclude_modules")
+    settings = {f"actor.lora.{name}": getattr(config.actor.lora, name) for name in names}
+    return {"model.path": str(config.model.path.resolve()), **settings}
+
+
+def check_base(config: Config) -> None:
+    """Check that the models in the output folder, if there are any, began with these settings. Raises ConfigError."""
+    folder = config.trainer.output_dir / "service"
+    if not (folder / "base.json").exists() or not any((folder / "models").glob("*")):
+        return
+    earlier = json.loads((folder / "base.json").read_text())
+    for key, value in base_settings(config).items():
+        if earlier.get(key) != value:
+            remedy = f"the models in {str(folder)!r} began with {earlier.get(key)!r}; set that, or another trainer.output_dir"
+            raise ConfigError(f"{key}={value!r}: {remedy}")
 
 
 def serve(checked: Any) -> None:
@@ -102,6 +123,7 @@ def start_server(config: Config, checked: Any) -> Any:
     )
     store = Store(config.trainer.output_dir / "service")
     server = Server(config.service, store, served)
+    store.write(store.folder / "base.json", base_settings(config))
     try:
         http = HttpServer(server)
     except OSError as error:

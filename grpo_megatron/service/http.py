@@ -25,15 +25,24 @@ from grpo_megatron.service.store import CHECKPOINT_KINDS, JsonObject
 from grpo_megatron.service.wire import RequestError, read_json_request
 
 HEADERS_S, BODY_S = 20.0, 60.0  # seconds for the headers of a first request, and for a body
+KEEP_ALIVE_S = 75  # seconds without a request, or for the headers of a later one
 MAX_CONNECTIONS = 2048
+JSON_BYTES = 1 << 18  # of a JSON request without its tokens
 
 
 class _Connection(H11Protocol):
-    """A connection, which is closed when its first request has no headers after HEADERS_S."""
+    """A connection, which is closed when its first request has no headers after HEADERS_S, or a later one after KEEP_ALIVE_S."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEADERS_S, lambda: None if self.cycle is not None else transport.close())
+        self.loop.call_later(HEADERS_S, self._close_unless_used, None)
+
+    def _close_unless_used(self, last: Any) -> None:
+        """Close the connection when no request has come since `last`, which was answered."""
+        if self.cycle is last and (last is None or last.response_complete):
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(KEEP_ALIVE_S, self._close_unless_used, self.cycle)
 
 
 class HttpServer:
@@ -54,7 +63,7 @@ class HttpServer:
     def _serve(self) -> None:
         self.server.loop = asyncio.new_event_loop()
         settings: JsonObject = {"log_config": None, "access_log": False, "lifespan": "off", "ws": "none"}
-        settings |= {"http": _Connection, "limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": 75}
+        settings |= {"http": _Connection, "limit_concurrency": MAX_CONNECTIONS, "timeout_keep_alive": KEEP_ALIVE_S}
         application = Starlette(routes=list(self._routes()), exception_handlers={404: _no_path, 405: _no_path})
         serving = uvicorn.Server(uvicorn.Config(application, **settings)).serve(sockets=[self._socket])
         self.server.loop.run_until_complete(serving)
@@ -67,12 +76,8 @@ class HttpServer:
         )
         flags |= {"proto_compress_fwdbwd": False, "sample_join_sampling_session": False}
         flags["fwdbwd_max_chunk_bytes_count"] = min(5_000_000, self.config.max_body_megabytes << 19)
-        model = {
-            "model_name": name,
-            "max_context_length": server.served.max_tokens,
-            "trainable": True,
-            "sampleable": True,
-        }
+        model = {"model_name": name, "max_context_length": server.served.max_tokens}
+        model |= {"trainable": True, "sampleable": True}
 
         def route(path: str, answer: Callable[[Any, str, bytes], Any], kind: Any = None, method: str = "POST") -> Route:
             """Answers `answer(request, owner, body)`; the request is read as `kind`, if there is one."""
@@ -125,9 +130,8 @@ class HttpServer:
 
         async def answer(request: Request) -> Response:
             try:
-                token = request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix(
-                    "Bearer "
-                )
+                bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+                token = request.headers.get("x-api-key") or bearer
                 owner = self.server.owners.get(digest(token))
                 if owner is None:
                     raise RequestError("the key is not one of this server's; set TINKER_API_KEY (docs/service.md)", 401)
@@ -147,7 +151,10 @@ class HttpServer:
         return answer
 
     async def _body(self, request: Request) -> bytes:
-        most, body = self.config.max_body_megabytes << 20, bytearray()
+        most, setting, body = self.config.max_body_megabytes << 20, "service.max_body_megabytes", bytearray()
+        json_bytes = JSON_BYTES + 16 * self.server.served.max_tokens
+        if json_bytes < most and not request.url.path.endswith(("/forward_backward", "/telemetry")):
+            most, setting = json_bytes, "256 KiB and 16 for each token of data.max_prompt_length + max_response_length"
         if request.headers.get("content-encoding", "identity") != "identity":
             raise RequestError("compressed bodies are not served (client config proto_compress_fwdbwd=false)", 415)
         try:
@@ -155,9 +162,7 @@ class HttpServer:
                 async for part in request.stream():
                     body += part
                     if len(body) > most:
-                        raise RequestError(
-                            f"the body has more than {most} bytes (service.max_body_megabytes); send less", 413
-                        )
+                        raise RequestError(f"the body has more than {most} bytes ({setting}); send less", 413)
         except TimeoutError:
             raise RequestError(f"the body was not complete after {BODY_S:g} s", 408) from None
         return bytes(body)
@@ -173,12 +178,8 @@ class HttpServer:
     def _info(self, read: Any, owner: str, _: bytes) -> JsonObject:
         served = self.server.served
         data = {"arch": "decoder", "model_name": served.name, "tokenizer_id": served.tokenizer}
-        return {
-            "model_data": data,
-            "model_id": read.model_id,
-            "model_name": served.name,
-            **self._about(read.model_id, owner),
-        }
+        about = self._about(read.model_id, owner)
+        return {"model_data": data, "model_id": read.model_id, "model_name": served.name, **about}
 
     def _training_run(self, read: Any, owner: str, _: bytes) -> JsonObject:
         model = self.server.model(read["id"], owner)

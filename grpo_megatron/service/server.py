@@ -103,6 +103,7 @@ class SamplingSession:
     session: str
     path: str | None
     folder: Path | None
+    place: str  # what its samples without a seed follow from
 
 
 @dataclass
@@ -171,7 +172,8 @@ class Server:
                 self._restore(model)
         for name, content in self.store.read_all("samplers"):
             folder = None if content["folder"] is None else Path(content["folder"])
-            sampler = SamplingSession(name, content["owner"], content["session"], content["path"], folder)
+            place = content.get("place", name.partition(":")[2])
+            sampler = SamplingSession(name, content["owner"], content["session"], content["path"], folder, place)
             if self.sessions[sampler.session].is_over:
                 self.store.remove_sampler(name)
                 continue
@@ -375,14 +377,16 @@ class Server:
         about |= {"seq": job.seq, "is_unnamed": request.path is None}
         try:
             self.store.write(folder.with_name(f"{folder.name}.json"), about)
+            self._removed = [path for path in self._removed if path != folder]  # while this one replaced it
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
             return {"error": f"{REQUEST_FAILED}{error}", "category": "server"}
         path = f"tinker://{model.id}/{job.kind}/{folder.name}"
         if job.kind == "sampler_weights" and request.path is None:
-            # Not the client's sampling_session_seq_id, which counts attempts, too: samples would depend on lost connections.
+            # Not the client's sampling_session_seq_id, which counts attempts of this request, too: samples would depend on
+            # lost connections. Other sampling sessions are counted here (create_sampler).
             place = f"{model.id.rpartition(':')[2]}-{job.seq}"
-            sampler = self._add_sampler(self.sessions[model.session], place, path, folder)
+            sampler = self._add_sampler(self.sessions[model.session], place, path, folder, f"sample:{place}")
             return {"sampling_session_id": sampler.id}
         return {"path": path, **({"size_bytes": size} if job.kind == "external_weights" else {})}
 
@@ -445,6 +449,8 @@ class Server:
                 if model.steps and not model.passes and not model.is_failed:
                     self._take_snapshot(model, model.next_seq - 1)
                 model.is_loaded = False
+                with contextlib.suppress(OSError):
+                    self.end(self.sessions[model.session])  # again: what its last requests have made
                 self._commands.append(RankCommand("drop", (model.id,)))
 
     def end(self, session: Session) -> None:
@@ -526,9 +532,7 @@ class Server:
             if origin["source"] is not None:
                 self._take_snapshot(model, 0)  # the checkpoint may be removed
             self._arrival.notify()
-        job = self.jobs[f"{model_id}:new"] = Job(f"{model_id}:new", owner, "new", None, model)
-        self._answer(job, b"J", {"model_id": model_id})
-        return {"request_id": job.id, "model_id": model_id}
+        return {"request_id": f"{model_id}:new", "model_id": model_id}
 
     def add_request(self, path: str, content: bytes, owner: str) -> JsonObject:
         """Queue a request of a model, which was sent to `path`. The same one again has the same future.
@@ -602,12 +606,16 @@ class Server:
             raise RequestError(f"there is no sampling session {sampler_id[:200]!r}", 404)
         return sampler
 
-    def _add_sampler(self, session: Session, place: str, path: str | None, folder: Path | None) -> SamplingSession:
-        name = f"{session.id}:sample:{place}"
-        sampler = self.samplers.setdefault(name, SamplingSession(name, session.owner, session.id, path, folder))
+    def _add_sampler(
+        self, session: Session, number: str, path: str | None, folder: Path | None, place: str
+    ) -> SamplingSession:
+        name = f"{session.id}:sample:{number}"
+        new = SamplingSession(name, session.owner, session.id, path, folder, place)
+        sampler = self.samplers.setdefault(name, new)
         if sampler.folder != folder:
             raise RequestError(f"{name} exists with other weights; use a new sampling_session_seq_id")
         content = {"owner": session.owner, "session": session.id, "path": path, "folder": folder and str(folder)}
+        content["place"] = sampler.place
         self.store.create_sampler(name, content)
         return sampler
 
@@ -616,7 +624,10 @@ class Server:
         session, path = self.session(request.session_id, owner), request.model_path
         self._check_base(request.base_model)
         folder = None if path is None else self.checkpoint(path, owner, ("sampler_weights",))
-        sampler = self._add_sampler(session, str(request.sampling_session_seq_id), path, folder)
+        earlier = sum(one.session == session.id and ":created:" in one.place for one in self.samplers.values())
+        sampler = self._add_sampler(
+            session, str(request.sampling_session_seq_id), path, folder, f"sample:created:{earlier}"
+        )
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def sample(self, request: Any, owner: str, body: bytes) -> JsonObject:
@@ -637,7 +648,7 @@ class Server:
         """Raises RequestError."""
         # A seed alone decides; without one, the client's own numbers do: the same client has the same samples.
         has_seed, seq = request.sampling_params.seed is not None, request.seq_id
-        place = (self.served.seed, *(() if has_seed else (sampler.id.partition(":")[2], seq)))
+        place = (self.served.seed, *(() if has_seed else (sampler.place, seq)))
         read = wire.read_sample(request, self.served.vocab_size, self.served.max_tokens, place)
         return Job(f"{sampler.id}:{seq}", sampler.owner, "sample", read, sampler, seq)
 
@@ -674,6 +685,8 @@ class Server:
     def _stored_answer(self, request_id: str, owner: str) -> Response:
         name, _, number = request_id.rpartition(":")
         target = self.models.get(name) or self.samplers.get(name)
+        if isinstance(target, Model) and target.owner == owner and number == "new":
+            return JSONResponse({"model_id": name})
         if target is None or target.owner != owner or not number.isdecimal():
             raise RequestError(f"there is no request {request_id[:200]!r}", 404)
         path = numbered(self.store.model(name) / "results", int(number))

@@ -1,6 +1,7 @@
 """The service's files, output_dir/service. Rank 0 alone writes them, but for the weights. A restart reads all but results.
 
 token, url                    the key of a server without service.tokens; where it listens
+base.json                     the settings that the models here depend on (cli/serve_training.py)
 sessions/ID.json              owner and the client's own description
 models/ID/model.json          how the model began: rank and seed, or a checkpoint
 models/ID/state_0000000012/     a snapshot of weights and optimizer after request 12
@@ -28,14 +29,10 @@ from typing import Any
 from grpo_megatron.config import ConfigError, ServiceConfig
 from grpo_megatron.storage.files import clear_leftovers, remove_folder, write_file
 
-CHECKPOINT_KINDS = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-}  # in tinker:// -> of the client
-REQUEST_FAILED = (
-    "the server failed on this request, its log has more: "  # begins the text of an error that is none of the client
-)
+# in tinker:// -> of the client
+CHECKPOINT_KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+# begins the text of an error that is none of the client
+REQUEST_FAILED = "the server failed on this request, its log has more: "
 KEPT_RESULTS = 256  # of one model, before its last snapshot
 JsonObject = dict[str, Any]
 

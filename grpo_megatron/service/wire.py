@@ -41,6 +41,7 @@ FLOAT32, INT64 = 1, 2  # of DType
 NUMPY: dict[int, np.dtype[Any]] = {FLOAT32: np.dtype("<f4"), INT64: np.dtype("<i8")}
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 STOP, LENGTH = 0, 1  # of StopReason
+MAX_ERRORS = 1000  # of one JSON request, that are read
 
 
 def _message_classes() -> dict[str, Any]:
@@ -363,10 +364,8 @@ SaveWeights = _request(
 )
 LoadWeights = _request(
     "LoadWeights",
-    model_id=(
-        Id | None,
-        None,
-    ),  # with seq_id: into a model; session_id with model_seq_id: the first request of a new one
+    # with seq_id: into a model; session_id with model_seq_id: the first request of a new one
+    model_id=(Id | None, None),
     seq_id=(Seq | None, None),
     session_id=(Id | None, None),
     model_seq_id=(Seq | None, None),
@@ -419,12 +418,20 @@ SAVES = {  # path of a request -> kind of a checkpoint
 Retrieve = _request("Retrieve", request_id=Id, allow_metadata_only=(bool, False))
 
 
+def _in_words(error: Any) -> str:
+    if error["type"] in ("literal_error", "none_required"):
+        return f"{error['msg'].replace('Input should be', 'only')} is served (docs/service.md)"
+    return "is not served (docs/service.md)" if error["type"] == "extra_forbidden" else str(error["msg"])
+
+
 def read_json_request(kind: Any, body: bytes) -> Any:
     """Reads a request of one of the kinds above. Raises RequestError, which names the wrong fields."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        places = [(".".join(map(str, one["loc"]))[:200], one["msg"][:300]) for one in error.errors()[:8]]
+        if (count := error.error_count()) > MAX_ERRORS:  # each is 1 kB of Python
+            raise RequestError(f"{count} fields are wrong") from None
+        places = [(".".join(map(str, one["loc"]))[:200], _in_words(one)[:300]) for one in error.errors()[:8]]
         wrong = [f"{place}: {text}".removeprefix(": ").replace("Value error, ", "") for place, text in places]
         raise RequestError("; ".join(wrong)) from None
 

@@ -161,9 +161,8 @@ class Work:
         if self.mesh.rank:
             return [], 0.0
         found = {row: part for of_rank in parts for row, part in of_rank.items()}
-        return [found[row][0] for row in range(len(request.data))], sum(
-            found[row][1] for row in range(len(request.data))
-        )
+        ordered = [found[row] for row in range(len(request.data))]
+        return [one for one, _ in ordered], sum(size for _, size in ordered)
 
     def _batch(self, data: Sequence[WireDatum]) -> tuple[Batch, list[int]]:
         """Returns this rank's rows as a batch of one mini-batch, and their numbers in `data`."""

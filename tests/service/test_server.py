@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import functools
@@ -23,9 +24,11 @@ import pytest
 from megatron.core.parallel_state import destroy_model_parallel
 
 from grpo_megatron.cli import serve_training as serve
-from grpo_megatron.config import ServiceConfig
+from grpo_megatron.cli.config_file import load_config
+from grpo_megatron.config import ConfigError, ServiceConfig
 from grpo_megatron.rollout.engine import Completion
 from grpo_megatron.rollout.transformers_engine import TransformersEngine as Engine
+from grpo_megatron.service import http as http_module
 from grpo_megatron.service import server as server_module
 from grpo_megatron.service import wire
 from grpo_megatron.service import work as work_module
@@ -327,7 +330,7 @@ def test_a_client_without_a_sign_of_life_frees_what_it_holds(tmp_path: Path) -> 
     sample: Any = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 2}}
     sample |= {"sampling_session_id": f"{session}:sample:0-1"}
     ask(server, "asample", {**sample, "seq_id": 0})
-    assert run_all(server) == ["sample"] and len(server.jobs) == 3
+    assert run_all(server) == ["sample"] and len(server.jobs) == 2
     ask(server, "asample", {**sample, "seq_id": 1})
     folder = tmp_path / "models" / model
     assert (folder / "sampler_weights/session-0000000001").exists() and (folder / "requests/0000000005").exists()
@@ -345,6 +348,45 @@ def test_a_client_without_a_sign_of_life_frees_what_it_holds(tmp_path: Path) -> 
             call()
         assert error.value.status in (404, 410)
     assert run_all(Server(ServiceConfig(), Store(tmp_path), server.served)) == []
+
+
+def test_what_a_closed_session_had_queued_is_freed(tmp_path: Path) -> None:
+    server, _, session, model = opened(tmp_path)
+    ask(server, "save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
+    server.end(server.sessions[session])
+    assert run_all(server) == ["create", "snapshot", "drop"] and run_all(server) == []
+    assert not server.store.checkpoints(model) and not server.samplers
+    assert not any((tmp_path / "models" / model / "sampler_weights").iterdir())
+
+
+def test_a_checkpoint_that_is_removed_while_another_replaces_it(tmp_path: Path) -> None:
+    server, _, _, model = opened(tmp_path)
+    ask(server, "save_weights", {"model_id": model, "seq_id": 1, "path": "a"})
+    assert run_all(server) == ["create", "save"]
+    ask(server, "save_weights", {"model_id": model, "seq_id": 2, "path": "a", "overwrite": True})
+    command = server.take(0.0)
+    assert command is not None
+    server.remove_checkpoint(model, "weights/a")
+    server.finish(command, None, None)
+    assert run_all(server) == []
+    assert "weights/a" in server.store.checkpoints(model) and command.arguments[1].exists()
+
+
+def test_a_new_model_is_answered_after_a_restart(tmp_path: Path) -> None:
+    server, owner, _, model = opened(tmp_path)
+    again = Server(ServiceConfig(), Store(tmp_path), server.served)
+    assert json.loads(bytes(asyncio.run(again.retrieve(f"{model}:new", owner)).body)) == {"model_id": model}
+
+
+def test_samples_of_the_base_do_not_depend_on_the_clients_count(tmp_path: Path) -> None:
+    places = []
+    for numbers, folder in (((0, 1), "a"), ((0, 3), "b")):
+        server, owner, session, _ = opened(tmp_path / folder)
+        for number in (*numbers, *numbers):
+            server.create_sampler(wire.CreateSampler(session_id=session, sampling_session_seq_id=number), owner)
+        server = Server(ServiceConfig(), Store(tmp_path / folder), server.served)
+        places.append([one.place for one in server.samplers.values()])
+    assert places[0] == places[1] and len({*places[0]}) == 2
 
 
 def test_weights_that_were_removed_are_an_error_of_later_samples(tmp_path: Path) -> None:
@@ -646,10 +688,53 @@ def test_wrong_json_is_refused_in_words() -> None:
         (wire.CreateModel, b"{", "^Invalid JSON"),
         (wire.CreateModel, create % b"NaN", "^user_metadata: Out of range float values"),
         (wire.SaveWeights, b'{"model_id": "m", "seq_id": 1, "path": "a/b"}', "^path: a name is 1 to 128 letters"),
+        (wire.TextChunk, b'{"tokens": [], "type": "image"}', "^type: only 'encoded_text' is served"),
+        (wire.CreateSampler, create % b"1", "; user_metadata: is not served"),
     ):
         with pytest.raises(RequestError, match=words):
             read_json_request(kind, body)
     assert read_json_request(wire.CreateModel, create % b"1.5").user_metadata == {"a": 1.5}
+
+
+def test_many_wrong_fields_are_only_counted() -> None:
+    with pytest.raises(RequestError, match="2001 fields are wrong"):
+        read_json_request(wire.OfSession, json.dumps({str(n): n for n in range(2000)}).encode())
+
+
+def test_connections_and_json_are_bounded(tmp_path: Path) -> None:
+    """A connection that has been used and then sends a part of a request; JSON that no request needs."""
+    server, *_ = opened(tmp_path)
+    server.config = ServiceConfig(port=0)
+    client = RawClient("", (tmp_path / "token").read_text().strip())
+    with mock.patch.object(http_module, "KEEP_ALIVE_S", 0.3), mock.patch.object(http_module, "HEADERS_S", 0.3):
+        http = http_module.HttpServer(server)
+        http.start()
+        client.url = http.url
+        status, content = client.ask("create_session", b"[" * 300_000)
+        assert status == 413 and b"max_prompt_length" in content
+        with socket.create_connection(http._socket.getsockname()[:2], timeout=10) as raw:
+            raw.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+            for _ in range(100):
+                try:
+                    raw.sendall(b"G")
+                    time.sleep(0.05)
+                except OSError:
+                    break
+            else:
+                raise AssertionError("the connection stays open")
+
+
+def test_another_base_model_is_refused_where_models_are(tmp_path: Path) -> None:
+    config = load_config(make_service(tmp_path), [f"trainer.output_dir={tmp_path}"], serve.service_defaults)
+    store = Store(tmp_path / "service")
+    store.write(store.folder / "base.json", {**serve.base_settings(config), "actor.lora.rank": 8})
+    serve.check_base(config)  # no models
+    store.create_model("x", {})
+    with pytest.raises(ConfigError, match=r"actor.lora.rank=None: the models in .* began with 8; set that, or another"):
+        serve.check_base(config)
+    store.write(store.folder / "base.json", serve.base_settings(config))
+    serve.check_base(config)
 
 
 def test_numbers_that_float32_and_int32_cannot_have_are_refused() -> None:
