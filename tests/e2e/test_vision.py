@@ -285,6 +285,34 @@ def test_every_turn_may_show_an_image(workspace: Path, tmp_path: Path, engine: s
         torch.testing.assert_close(results[1][0]["weights"][weight], tensor, rtol=0, atol=2e-5, msg=weight)
 
 
+@pytest.mark.soak
+def test_trajectories_with_images_go_on_after_a_kill(workspace: Path, tmp_path: Path) -> None:
+    """Some wait for a later step (rollout.partial). A resumed run shows them the same images at the same places."""
+
+    def run(name: str, **options: Any) -> dict[str, Any]:
+        raw = settings(workspace, tmp_path / name, trainer={"total_training_steps": 5, "save_freq": 1})
+        raw["reward"] = {}
+        raw["data"]["max_response_length"] = 48
+        turns = {
+            "environment": "tests.e2e.environments:Pictures",
+            "max_tool_response_length": 8,
+            "max_assistant_turns": 5,
+        }
+        partial = {"over_sample": 2.0, "max_staleness": 2}
+        raw["rollout"] |= {"stop_token_ids": STOPS, "multi_turn": turns, "partial": partial}
+        return train(raw, **options)[0]
+
+    whole = run("whole")
+    with pytest.raises(AssertionError, match="died with exit code 9"):
+        run("killed", kill_in_step=2)
+    resumed = run("killed")
+    assert resumed["first_step"] == 2
+    assert resumed["samples"] == {step: whole["samples"][step] for step in (2, 3, 4)}
+    assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
+    assert max(row["rollout/partial/waiting_responses"] for row in metric_rows(tmp_path / "whole")) > 0
+    assert any(len(sample[5]) > 2 for sample in whole["samples"][4])  # an image of each turn
+
+
 FILE = {"source": "file", "adv_estimator": "constant"}
 SFT = {"loss_mode": "sft", "use_kl_loss": False}
 DPO = {"loss_mode": "dpo", "use_kl_loss": False, "loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 6}
