@@ -251,8 +251,10 @@ class PartialTrajectories(PartialCollector):
             for turn, version, context in trajectory.record:
                 tokens = turn.response_ids, turn.logprobs, turn.finish_reason, version
                 named: Any = {"status": TURN, "seed": context, "routes": turn.routes, "kept": turn.kept}
+                named["loss_mask"] = [int(ids is not None) for ids in turn.kept]  # as in PartialCollector._extend
                 named["weights_digest"] = trajectory.digests[version]
                 turns.append(Sample(nothing, 0, group.wanted.indices[number], *tokens, **named))
+            turns += self._stored_turns.get(trajectory.key, [])  # no step has repeated them since the resume
         return [*group.samples, *turns]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
@@ -341,7 +343,8 @@ class _Record:
         if hash_of(request.prompt_ids, request.images) != turn.seed:
             self.differing.add(key)
         trajectory.version, trajectory.digests[turn.version] = turn.version, turn.weights_digest
-        completion = Completion(turn.response_ids, turn.rollout_logprobs, turn.finish_reason, turn.routes, turn.kept)
+        kept = [ids if is_known else None for ids, is_known in zip(turn.kept, turn.loss_mask, strict=False)]
+        completion = Completion(turn.response_ids, turn.rollout_logprobs, turn.finish_reason, turn.routes, kept)
         self._generated.append((key, completion))
 
     def poll(self) -> list[tuple[str, Completion]]:

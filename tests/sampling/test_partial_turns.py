@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_megatron.config import DataConfig, RolloutConfig
@@ -138,6 +139,22 @@ def test_a_resumed_run_repeats_what_was_under_way(at: int) -> None:
     second.load_state(json.loads(state))
     assert [content(taken(second, step)) for step in range(at, STEPS)] == expected[at:]
     assert json.dumps(second.state()) == json.dumps(whole.state())
+
+
+def test_a_checkpoint_keeps_turns_that_no_step_has_repeated_and_tokens_whose_ids_are_unknown() -> None:
+    """A resumed run may save before a step samples: left-over groups of dynamic sampling fill it."""
+    first, second = collector(), collector()
+    taken(first, 0)
+    for trajectory in (one for group in first.waiting for one in group.under_way.values()):
+        completion = trajectory.record[0][0]
+        completion.kept.extend([None, *[np.array([3, 4], dtype=np.int32)] * (len(completion.response_ids) - 1)])
+    state = json.dumps(first.state())
+    second.load_state(json.loads(state))
+    assert json.dumps(second.state()) == state
+    second.generator.engine.version = 1  # type: ignore[misc]
+    second._advance(second.waiting, 1)
+    repeated = [one.record[0][0].kept for group in second.waiting for one in group.under_way.values()]
+    assert len(repeated) == 2 and all(unknown is None and len(known) for unknown, known, *_ in repeated)
 
 
 def test_an_environment_that_does_not_repeat_its_answers_begins_again(caplog: pytest.LogCaptureFixture) -> None:
