@@ -333,7 +333,8 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
         )
     if missing:
         return f"READY EXCEPT: {'; '.join(missing)}" + (f"; the run {begins}" if begins != "starts" else "")
-    return f"READY: without --dry-run the run {begins}"
+    how = f"by torchrun on each of the {trainer.nnodes} nodes" if trainer.nnodes > 1 else "without --dry-run"
+    return f"READY: {how} the run {begins}"
 
 
 def _own_gpu(config: Config) -> Gpu | None:

@@ -223,7 +223,7 @@ def read_section(kind: type[S], values: Mapping[str, Any], prefix: str = "") -> 
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(*(_mistake(one, prefix, list(kind.model_fields)) for one in error.errors())) from None
+        raise ConfigError(*(_mistake(one, prefix, kind) for one in error.errors())) from None
 
 
 def refused_values(kind: type[Section], raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -236,11 +236,17 @@ def refused_values(kind: type[Section], raw: Mapping[str, Any]) -> Iterator[tupl
                 yield ".".join(map(str, one["loc"])), reason_and_remedy(one)
 
 
-def _mistake(error: Any, prefix: str, known: list[str]) -> str:
+def _mistake(error: Any, prefix: str, kind: type[Section]) -> str:
     key = prefix + ".".join(map(str, error["loc"]))
+    known = list(kind.model_fields)
     if error["type"] == "extra_forbidden":
         hint = f"; `grpo-megatron keys {key.rpartition('.')[0]}` lists those of this section"
-        hint = did_you_mean(str(error["loc"][0]), known, prefix) if len(error["loc"]) == 1 else hint
+        if len(error["loc"]) == 1:
+            hint = did_you_mean(str(error["loc"][0]), known, prefix)
+        else:
+            inside = key.removeprefix(prefix).rpartition(".")[0] + "."
+            names = [one.name.removeprefix(inside) for one in config_keys(kind) if one.name.startswith(inside)]
+            hint = did_you_mean(str(error["loc"][-1]), names, prefix + inside) or hint
         return f"unknown key {key!r}" + (hint or f" (known here: {', '.join(known) or 'none'})")
     if error["type"] == "missing":
         return f"missing key {key!r}: it has no default"

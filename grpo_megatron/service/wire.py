@@ -169,7 +169,8 @@ def _read_datum(number: int, datum: Any, loss: str, vocab_size: int, max_tokens:
     for name in ("target_tokens", *NEEDED[loss]):
         if name not in inputs and name not in ("weights", "sequence_ratio_mask"):
             raise RequestError(
-                f"datum {number}: {loss} needs loss_fn_inputs {name!r}; given: {', '.join(sorted(inputs))[:200]}"
+                f"datum {number}: {loss} needs loss_fn_inputs {name!r};"
+                f" given: {', '.join(sorted(inputs))[:200] or 'none'}"
             )
     if unknown := sorted({*inputs} - {"target_tokens", "weights", *NEEDED[loss]}):
         raise RequestError(

@@ -140,6 +140,7 @@ def config_text(
         recomputation=FULL_RECOMPUTATION,
         learning_rate=("1.0e-5" if options.lora else "1.0e-6") if gpu else "1.0e-4" if options.lora else "1.0e-5",
         output_dir=Path("outputs") / options.output.stem,
+        own_layout=any(text.startswith(("actor.megatron.", "rollout.tensor_model")) for text in options.overrides),
     )
     parts = (line.partition(" ## ") for line in text.splitlines())
     # a comment needs the space before it, also behind a long value
@@ -151,7 +152,7 @@ def config_text(
 
 
 def _write_value(lines: list[str], override: str) -> None:
-    """Put `section.key=value` into the lines: over the value that is there, or at the end of the section.
+    """Put `section.key=value` into the lines: over the value that is there and its comment, or at the end of the section.
 
     Raises ConfigError.
     """
@@ -183,7 +184,8 @@ def _write_value(lines: list[str], override: str) -> None:
                 if not isinstance(table, dict):
                     raise ConfigError(f"{shown(override)}: {shown(part)} is a value, not a section")
             table[names[-1]] = given
-            comment = lines[place].partition(" # ")[2]
+            # what the comment says is true of the value that is replaced
+            comment = lines[place].partition(" # ")[2] if depth < len(names) - 1 else ""
             lines[place] = f"{start} {_flow(line_value[name])}" + (f"  # {comment}" if comment else "")
             return
         begin = place + 1

@@ -121,6 +121,7 @@ def test_the_last_line_says_if_a_run_can_start(
     assert "NOT READY: rollout.engine=transformers on GPUs: this engine has no GPU path" in capsys.readouterr().err
     for arguments, expected in {
         (): "READY: without --dry-run the run starts",
+        ("trainer.nnodes=2",): "READY: by torchrun on each of the 2 nodes the run starts",
         ("trainer.device=cuda", "rollout.engine=vllm"): "READY EXCEPT: trainer.device=cuda, but ",
         ("trainer.logger=[wandb]",): "READY EXCEPT: trainer.logger=['wandb']: the package 'wandb' does not import",
     }.items():

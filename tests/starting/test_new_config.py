@@ -203,6 +203,7 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--cpu", "rollout.n.m=3"], "'rollout.n.m=3': 'n' is a value, not a section"),
         (["--cpu", "rollout.n=["], "'rollout.n=\\[': the value is not valid YAML"),
         (["--cpu", "rollout"], "'rollout' is not of the form section.key=value"),
+        (["--cpu", "data.max_response_lenght=9"], "did you mean 'data.max_response_length'?"),
     ):
         with pytest.raises(ConfigError, match=message):
             init(arguments(run, output, *more))
@@ -229,6 +230,8 @@ def test_values_of_the_command_line_are_written(run: Path, tmp_path: Path) -> No
     assert config.actor.optim.eps == 1e-6
     assert config.actor.megatron.sequence_parallel is False
     assert config.data.apply_chat_template and config.data.chat_template == template
+    written = output.read_text().splitlines()
+    assert "  n: 2" in written and not any("samples" in line and "4" in line for line in written)  # no comment of another value
 
 
 def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
