@@ -102,6 +102,8 @@ def serve(checked: Any) -> None:
     with OutputFolder(config.trainer, work.mesh):
         server = start_server(config, checked) if work.mesh.rank == 0 else None
         run_commands(work, server)
+        if server is not None:
+            print("stopped by a signal; the same command goes on", flush=True)
     work.close()
     destroy_mesh()
 

@@ -99,10 +99,12 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     source = (run_config or {}).get("algorithm", {}).get("source")
     if source != "file":
         rollout = (run_config or {}).get("rollout", {})
-        if not (lag := rollout.get("lag", 0)):
-            return CONSOLE_COLUMNS
-        text = f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
-        return tuple(replace(column, legend=text) if column is _GAP else column for column in CONSOLE_COLUMNS)
+        legends = {}
+        if lag := rollout.get("lag", 0):
+            legends[_GAP] = f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
+        if (rollout.get("multi_turn") or {}).get("environment"):
+            legends[_LENGTH] = f"{_LENGTH.legend}, with those that environments wrote"
+        return tuple(replace(column, legend=legends.get(column, column.legend)) for column in CONSOLE_COLUMNS)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
     return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
 

@@ -204,6 +204,10 @@ def test_with_a_lag_the_gap_is_explained_and_moved_validations_are_named() -> No
     assert "as far as the policy moved in rollout.lag=2 steps; tiny in step 0 alone" in stream.getvalue()
     assert stream.getvalue().endswith("  val reward: of the weights before step 2\n")
     assert console_columns({"rollout": {"lag": 0}}) == CONSOLE_COLUMNS
+    turns = console_columns({"rollout": {"multi_turn": {"environment": "tools"}}})
+    assert [column.legend for column in turns if column.title == "resp len"] == [
+        "mean response length, tokens, with those that environments wrote"
+    ]
 
 
 def test_a_supervised_run_shows_its_losses() -> None:

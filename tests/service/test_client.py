@@ -149,6 +149,7 @@ def lora(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Service]:
     service = Service(tmp_path, "actor.lora.alpha=12", *overrides)
     yield service
     assert service.stop() == 0, (tmp_path / "log").read_text()
+    assert "stopped by a signal; the same command goes on" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

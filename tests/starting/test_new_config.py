@@ -231,7 +231,9 @@ def test_values_of_the_command_line_are_written(run: Path, tmp_path: Path) -> No
     assert config.actor.megatron.sequence_parallel is False
     assert config.data.apply_chat_template and config.data.chat_template == template
     written = output.read_text().splitlines()
-    assert "  n: 2" in written and not any("samples" in line and "4" in line for line in written)  # no comment of another value
+    assert "  n: 2" in written and not any(
+        "samples" in line and "4" in line for line in written
+    )  # no comment of another value
 
 
 def suggested(machine: Machine) -> tuple[PlannedLayout, Config]:
