@@ -372,6 +372,10 @@ def sent_message(message: Any) -> Any:
         parts = _parts(text if marks else IMAGE_MARK * len(images) + text)
         content = [{**part, "image": next(rest)} if part["type"] == "image" else part for part in parts]
     elif isinstance(message, Mapping) and isinstance(message.get("content"), list):
+        if images:
+            raise ValueError(
+                "a message has images beside content parts; put each into a part, {'type': 'image', 'image': ...}"
+            )
         content = message["content"]
     else:
         return message

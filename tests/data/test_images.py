@@ -247,6 +247,10 @@ def test_models_templates_and_environments_that_cannot_show_images(folder: Path,
     [prompt] = load_prompts(DATA, row_files(folder / "rows.jsonl", answered), tokenizer, "gsm8k", **turns)
     [message] = sent_message(prompt.extra["row"]["messages"][-1])["content"][:1]
     assert message == {"type": "image", "image": f"data:image;base64,{inside}"}
+    with pytest.raises(ValueError, match="images beside content parts; put each into a part"):
+        sent_message(
+            {"role": "user", "content": [{"type": "text", "text": "x"}], "images": [folder / "pictures/0.png"]}
+        )
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert f"writes '{PAD}' 0 times for 1 images; set data.chat_template" in refusal(folder, tokenizer, row)
     with pytest.raises(ConfigError, match=r"data.max_images=3: the model reads no images .qwen2."):
