@@ -423,6 +423,14 @@ def located(source: Any, folder: Path) -> Path | bytes:
         raise ValueError(f"({cut(encoded, 40)!r}) is neither a path nor base64") from None
 
 
+def check_image(uri: str) -> None:
+    """Raises ValueError where a data: URI is no image that a run reads."""
+    try:
+        _decode(_content(located(uri, Path())))
+    except ValueError as error:
+        raise ValueError(f"an image {error}") from None
+
+
 def image_files(row: Mapping[str, Any], folder: Path) -> list[Path]:
     """List the files of a row's images. Raises ValueError."""
     return [place for source in image_sources(row) if isinstance(place := located(source, folder), Path)]

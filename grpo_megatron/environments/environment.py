@@ -240,6 +240,8 @@ def plain_request(request: TurnRequest, max_characters: int) -> dict[str, Any]:
             raise TypeError(f"TurnRequest.{name} is {type(value).__name__}")
     if (limit := request.max_tokens) is not None and (isinstance(limit, bool) or limit < 1):
         raise ValueError(f"max_tokens={limit!r}: at least 1")
+    if isinstance(request.seed, bool):
+        raise ValueError(f"seed={request.seed}: no whole number")
     if len(request.stop) > MAX_STOPS or not all(isinstance(t, str) and 0 < len(t) <= MAX_STOP for t in request.stop):
         raise ValueError(f"stop: at most {MAX_STOPS} texts of 1 to {MAX_STOP} characters")
     if not all(isinstance(tool, Mapping) for tool in request.tools):

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from grpo_megatron.data.images import DATA_URI
+from grpo_megatron.data.images import DATA_URI, check_image
 from grpo_megatron.environments.environment import (
     ChatMessage,
     TurnRequest,
@@ -181,10 +181,15 @@ def _shown_part(part: Any) -> Json:
     if not isinstance(part, dict) or part.get("type") not in IMAGE_PARTS:
         return {"type": "text", "text": _content([part])}
     url = part.get("image_url")
-    head, _, body = str(url.get("url") if isinstance(url, dict) else url).partition(",")
+    named = url if isinstance(url, dict) else {**part, "url": url}
+    if (detail := named.get("detail")) not in (None, "auto", "high"):
+        text = 'the model\'s processor decides the size; leave it out, or set "auto"'
+        raise RefusedError(f"detail={json.dumps(detail)[:80]}: {text}")
+    head, _, body = str(named.get("url")).partition(",")
     if not (head.startswith("data:image") and head.endswith(";base64")):
         raise RefusedError(f"an image is {head[:80]!r}; only data:image/...;base64,... is read, and nothing is fetched")
-    return {"type": "image", "image": DATA_URI + body}
+    check_image(image := DATA_URI + body)
+    return {"type": "image", "image": image}
 
 
 def _message(message: Json) -> ChatMessage:

@@ -85,9 +85,16 @@ def messages() -> float:
     return float((texts, last.name, last.input) == ("so 1 ", "f", {"y": 1}))  # type: ignore[union-attr]
 
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
+def _picture(encoded: str, detail: str = "auto") -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{encoded}", "detail": detail}}
+
+
 def pictures() -> float:
     """A picture in a question and one in the result of a tool."""
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8=", "detail": "low"}}
+    picture = _picture(PNG, "high")
     question = {"role": "user", "content": [{"type": "text", "text": "hello"}, picture]}
     first = ask([question], tools=[TOOL]).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": [picture]}
@@ -132,12 +139,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {  # option -> a part of the me
     ),
     "structured_outputs": ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "it is not read here; leave it out"),
     "seed": ({"seed": "2"}, "TurnRequest.seed is str"),
+    "no seed": ({"seed": True}, "seed=True: no whole number"),
     "logit_bias": ({"logit_bias": {"1": 2}}, "logit_bias"),
     "video": ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "only text is read"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}]}]},
         "an image is 'http://x/a.png'; only data:image/...;base64,... is read, and nothing is fetched",
     ),
+    "detail": (
+        {"messages": [{"role": "user", "content": [_picture(PNG, "low")]}]},
+        "the model's processor decides the size",
+    ),
+    "corrupt": ({"messages": [{"role": "user", "content": [_picture("aGVsbG8=")]}]}, "an image (5 bytes) is no PNG"),
     "stop": ({"stop": [""]}, "stop: at most 16"),
     "max_tokens": ({"max_tokens": 0}, "at least 1"),
     "no message": ({"messages": []}, "there is no message"),

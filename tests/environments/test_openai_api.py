@@ -159,9 +159,12 @@ def test_a_history_that_is_rewritten_begins_a_branch_where_the_config_says_so() 
         CommandEnvironment([sys.executable], branches="all")
 
 
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+
 def test_pictures_of_a_client_are_parts_of_its_messages() -> None:
     start, answer, end = (outcome.step for outcome in play("pictures", CALL, "so"))
-    picture = {"type": "image", "image": "data:image;base64,aGVsbG8="}
+    picture = {"type": "image", "image": f"data:image;base64,{PNG}"}
     assert start and answer and end and end.reward == 1.0
     assert start.messages == [{"role": "user", "content": [{"type": "text", "text": "hello"}, picture]}]
     assert [message["content"] for message in answer.messages] == [[picture]] and not answer.request.branch
