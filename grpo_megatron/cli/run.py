@@ -88,7 +88,7 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         ranks.start_fork_server(engine)
     if not starts_ranks:
         with awaited("importing libraries", failures.is_first()), large_imports():
-            _join_run(is_rank)
+            _join_run(config, world_size, is_rank)
     checked = _validate(options, argv, config)
     config = checked.config
     if by_epochs and _has_nothing_to_do(config):
@@ -220,25 +220,34 @@ def _has_nothing_to_do(config: Config) -> bool:
     return True
 
 
-def _join_run(is_rank: bool) -> None:
+def _draws(config: Config, world_size: int) -> bool:
+    return int(os.environ.get("RANK", "0")) >= world_size - config.num_rollout_ranks
+
+
+def _join_run(config: Config, world_size: int, is_rank: bool) -> None:
     """Prepare this process as a rank: before anything slow, since signals may come at any time."""
     from grpo_megatron.training.stopping import listen
 
     if is_rank:
         ranks.join_launcher()
+        if config.replaces_rollout_ranks and _draws(config, world_size):
+            from grpo_megatron.cli.keeper import keep_rank
+
+            keep_rank()
         failures.mark_started()
     listen(failures.is_lost, announces=failures.is_first() and failures.LAUNCHER_PID not in os.environ)
 
 
 def _run(config: Config, checked: Checked, options: RunOptions) -> int:
     """Train as this rank until the run is over; returns the exit code."""
+    from grpo_megatron.parallel.bridge import RunOver
     from grpo_megatron.parallel.heartbeat import when_stalled
     from grpo_megatron.training.stopping import Stopped, forget_outcome
 
     when_stalled(failures.report_failure)
     if failures.is_first():
         forget_outcome(config.trainer.output_dir)
-    draws = int(os.environ.get("RANK", "0")) >= _world_size(config) - config.num_rollout_ranks
+    draws = _draws(config, _world_size(config))
     with awaited("importing Megatron-Core", failures.is_first()), large_imports():
         if draws:
             from grpo_megatron.training.rollout_rank import RolloutRank
@@ -252,6 +261,8 @@ def _run(config: Config, checked: Checked, options: RunOptions) -> int:
         (RolloutRank(config, checked) if draws else Trainer(config, checked, options.profile, options.last_step)).run()
     except Stopped as stopped:
         return stopped.exit_code
+    except RunOver:
+        return 0
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
         raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
     return 0

@@ -179,6 +179,11 @@ class Config(Section):
         return rollout.num_ranks or (rollout.num_nodes or 0) * self.trainer.n_gpus_per_node
 
     @property
+    def replaces_rollout_ranks(self) -> bool:
+        """Says if ranks that only sample may be lost while the others go on, which our launcher must have started."""
+        return self.trainer.healing.is_on and self.trainer.nnodes == 1 and self.num_rollout_ranks > 0
+
+    @property
     def has_rollouts(self) -> bool:
         """Says if the run samples responses, to train on them or to validate. Otherwise it has no engine."""
         data, trainer = self.data, self.trainer

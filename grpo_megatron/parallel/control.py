@@ -209,6 +209,7 @@ def received_message(receive: Callable[[Tensor], object]) -> Tensor:
 
 STORE_FILE = "GRPO_MEGATRON_STORE_FILE"  # set by our launcher for its ranks
 RUN_ID = "GRPO_MEGATRON_RUN_ID"  # set by slurm/ranks.sh
+INCARNATION = "GRPO_MEGATRON_INCARNATION"  # of the rollout ranks: how often they have been replaced (cli/keeper.py)
 LOOPBACK = "127.0.0.1"
 LISTEN_QUEUE = 2048  # connections that wait to be accepted: all ranks connect at the same time
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # gloo connects two ranks at their first message, not all ranks at the start
@@ -287,7 +288,7 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         return None
     training = world_size - num_rollout_ranks
-    name, first, size = ("train", 0, training) if rank < training else ("rollout", training, num_rollout_ranks)
+    name, first, size = ("train", 0, training) if rank < training else (f"rollout{env.get(INCARNATION, '')}", training, num_rollout_ranks)
     role = PrefixStore(name, store)
     dist.init_process_group(backend, timeout=timeout, store=role, rank=rank - first, world_size=size)
     return PrefixStore("bridge", store)

@@ -310,7 +310,7 @@ def build_mesh(
         not dist.is_initialized()
         and (store := join_default_group(device.backend, timeout, num_rollout_ranks)) is not None
     ):
-        bridge = Bridge.join(store, device.torch_device, timeout, num_rollout_ranks)
+        bridge = Bridge(store, device.torch_device, timeout, num_rollout_ranks)
         if bridge.samples_only:
             tp = pp = ep = cp = 1
         else:

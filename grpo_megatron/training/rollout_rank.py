@@ -55,7 +55,7 @@ class RolloutRank:
         generator = build_generator(config, checked, self.mesh, self.engine, weights_digest, opened)
 
         begin: Begin = self._receive()  # the trainer has restored its checkpoint
-        self.clock = begin.clock
+        self.clock, self.heals = begin.clock, begin.heals
         self.weight_sync = build_weight_sync(config, checked.arch, self.mesh, device, begin.stage_of)
         self.weights = EngineWeights(self.engine, self.mesh, self.weight_sync, build_probe(config, checked.arch))
         self.collector = local_collector(config, checked, self.mesh, generator, clock=self.clock)
@@ -119,7 +119,8 @@ class RolloutRank:
     def _send_step(self, groups: list[Group] | None, validation: tuple[int, dict[str, float]] | None) -> None:
         numbers = self.metrics.reduce(self.mesh.all_gather)
         versions = None if groups is None else [group.version for group in groups]
-        self._send(SampledStep(versions, numbers, self.collector.epoch(), validation))
+        state = self.collector.state() if self.heals and groups is not None else None
+        self._send(SampledStep(versions, numbers, self.collector.epoch(), validation, state))
         if groups and self.mesh.is_replica_leader:
             prompts = {id(sample.prompt): without_row(sample.prompt) for group in groups for sample in group.samples}
             groups = [Group(g.version, [replace(s, prompt=prompts[id(s.prompt)]) for s in g.samples]) for g in groups]
