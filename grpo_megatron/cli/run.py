@@ -253,7 +253,7 @@ def _run(config: Config, checked: Checked, options: RunOptions) -> int:
     except Stopped as stopped:
         return stopped.exit_code
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
-        raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
+        raise RuntimeError(f"sys.exit({error.code!r}) was called during the run; raise an exception instead") from error
     return 0
 
 

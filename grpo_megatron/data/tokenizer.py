@@ -209,7 +209,9 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
         config = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
-    value = config.get(EOS_KEY) if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object; correct or remove it")
+    value = config.get(EOS_KEY)
     tokens = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
     for token in tokens:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import shutil
 import sys
@@ -205,6 +206,7 @@ def _sample(run: RunFolder, width: int) -> Iterator[str]:
 def _folded(name: str, text: str, width: int, most: int) -> Iterator[str]:
     """Yields the first `most` lines of a text, indented under its name."""
     lines, space = [], width - 13
+    text = re.sub(r"(<[^<>\s]+>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", text)  # of an image
     for line in visible(text).split("\n"):
         lines += [line[first : first + space] for first in range(0, max(1, len(line)), space)]
     for number, line in enumerate(lines[:most]):

@@ -74,6 +74,11 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
         _remove_run(run)
         config.write_text(text)
         print("the warm-up teaches worked answers, then also bare ones, most of them wrong: its loss rises at the end")
+    given = dict(override.split("=", 1) for override in options.overrides if "=" in override)
+    if (steps := given.get("trainer.total_training_steps", "")).isdecimal():  # the file's intervals would be beyond the run
+        fitting = {"trainer.test_freq": min(10, int(steps)), "trainer.save_freq": min(15, int(steps))}
+        shortened = [f"{key}={value}" for key, value in fitting.items() if key not in given and value > 0]
+        return ["train", str(config), *shortened, *options.overrides]
     return ["train", str(config), *options.overrides]
 
 
