@@ -45,7 +45,7 @@ try:
 except PackageNotFoundError:  # run from a clone, which is not installed
     __version__ = "0.1.0"
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is imported; else vLLM prints a NUMA remark
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: else vLLM prints a NUMA remark
 examine_transformer_engine_before_megatron()
 
 

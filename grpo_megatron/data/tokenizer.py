@@ -50,7 +50,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         reason = str(error).strip().partition("\n")[0][:300]
         reason = "there is none of its files" if reason.endswith("from one of: ") else reason
         for file in filter(Path.is_file, sorted(Path(path).glob("*.[jm]*"))):  # tokenizer.json, tokenizer.model
-            if other := stand_in(file):
+            is_object = file.suffix != ".json" or file.read_bytes().lstrip().startswith(b"{")
+            if other := stand_in(file) or ("" if is_object else "no JSON object"):
                 raise ConfigError(f"no tokenizer in {str(path)!r}: {file.name} is {other}") from error
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"

@@ -54,9 +54,7 @@ class Column:
 
 
 _VAL_REWARD = Column("val reward", "val reward", 4, "mean on the validation sets of the reward, or of its entry acc")
-_VAL_LOSS = Column(
-    "val loss", "val loss", 4, "of data.val_loss_files, in steps that validate; training too long raises it"
-)
+_VAL_LOSS = Column("val loss", "val loss", 4, "of data.val_loss_files, at validations; training too long raises it")
 _LENGTH = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
 _ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores")
 _GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
@@ -104,6 +102,7 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     validates = trainer.get("val_before_train", True) or trainer.get("test_freq", 1) > 0
     never = [] if validates and (data.get("val_files", True) or data.get("val_tasks")) else [_VAL_REWARD]
     never += [] if validates and data.get("val_loss_files", True) else [_VAL_LOSS]
+    columns = [one for one in (SUPERVISED_COLUMNS if source == "file" else CONSOLE_COLUMNS) if one not in never]
     if source != "file":
         rollout = (run_config or {}).get("rollout", {})
         legends = {}
@@ -111,10 +110,9 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
             legends[_GAP] = f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
         if (rollout.get("multi_turn") or {}).get("environment"):
             legends[_LENGTH] = f"{_LENGTH.legend}, with those that environments wrote"
-        return tuple(replace(column, legend=legends.get(column, column.legend)) for column in CONSOLE_COLUMNS if column not in never)
+        return tuple(replace(column, legend=legends.get(column, column.legend)) for column in columns)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
-    shown = (column for column in SUPERVISED_COLUMNS if column not in never)
-    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in shown)
+    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in columns)
 
 
 # -- the sink ----------------------------------------------------------------------------------------------------------

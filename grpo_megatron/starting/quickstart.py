@@ -74,12 +74,13 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
         _remove_run(run)
         config.write_text(text)
         print("the warm-up teaches worked answers, then also bare ones, most of them wrong: its loss rises at the end")
-    given = dict(override.split("=", 1) for override in options.overrides if "=" in override)
-    if (steps := given.get("trainer.total_training_steps", "")).isdecimal():  # the file's intervals would be beyond the run
-        fitting = {"trainer.test_freq": min(10, int(steps)), "trainer.save_freq": min(15, int(steps))}
-        shortened = [f"{key}={value}" for key, value in fitting.items() if key not in given and value > 0]
-        return ["train", str(config), *shortened, *options.overrides]
-    return ["train", str(config), *options.overrides]
+    given, fitting = dict(override.partition("=")[::2] for override in options.overrides), {}
+    if (steps := given.get("trainer.total_training_steps", "")) in map(
+        str, range(1, 15)
+    ):  # the file's intervals are longer
+        fitting = {"trainer.test_freq": min(10, int(steps)), "trainer.save_freq": int(steps)}
+    added = [f"{key}={value}" for key, value in fitting.items() if key not in given]
+    return ["train", str(config), *added, *options.overrides]
 
 
 def _with_seeds(example: str, seed: int) -> str:

@@ -168,6 +168,10 @@ def test_tokenizer_folders_that_cannot_be_used(
     (tmp_path / "empty" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="tokenizer.json is a pointer of Git LFS in place of the file; fetch it"):
         load_tokenizer(tmp_path / "empty", PLAIN)
+    tokenizer.save_pretrained(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="tokenizer_config.json is no JSON object"):
+        load_tokenizer(tmp_path / "empty", PLAIN)
     tokenizer.save_pretrained(tmp_path / "good")
     load_tokenizer(tmp_path / "good", PLAIN)
     assert "was saved as" not in caplog.text
