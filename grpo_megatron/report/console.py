@@ -97,12 +97,16 @@ SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     """Selects the columns for a run with this config, as plain JSON."""
-    source = (run_config or {}).get("algorithm", {}).get("source")
-    trainer, data = ((run_config or {}).get(name, {}) for name in ("trainer", "data"))
+    sections = ("algorithm", "trainer", "data", "teachers", "distillation", "reward")
+    algorithm, trainer, data, teachers, distillation, reward = ((run_config or {}).get(name) or {} for name in sections)
+    source = algorithm.get("source")
     validates = trainer.get("val_before_train", True) or trainer.get("test_freq", 1) > 0
     never = [] if validates and (data.get("val_files", True) or data.get("val_tasks")) else [_VAL_REWARD]
     never += [] if validates and data.get("val_loss_files", True) else [_VAL_LOSS]
     columns = [one for one in (SUPERVISED_COLUMNS if source == "file" else CONSOLE_COLUMNS) if one not in never]
+    if teachers and algorithm.get("adv_estimator") == "zero" and not reward.get("function") and source != "file":
+        metric = f"distillation/{'reverse_kl' if distillation.get('kl') == 'sampled' else 'divergence'}"
+        columns[0] = Column("teacher kl", metric, 4, "mean divergence from the teacher per token, nats; should fall")
     if source != "file":
         rollout = (run_config or {}).get("rollout", {})
         legends = {}

@@ -106,7 +106,9 @@ def _opened(folder: Path) -> RunFolder:
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 MAIN = {  # titles of the panels whose curves are shown -> the label of the only curve that is shown, or "" for all
     "Training reward": "before penalties",
-    **dict.fromkeys(("Validation reward", "Reward by source", "Loss on held-out rows", "Preferences"), ""),
+    **dict.fromkeys(
+        ("Validation reward", "Reward by source", "Loss on held-out rows", "Preferences", "Distance to the teacher"), ""
+    ),
     "Response length": "mean",
     **dict.fromkeys(("Entropy of the policy", "Gradient norm", "KL divergence", "Clipped tokens"), ""),
     "Engine against policy": "mean",

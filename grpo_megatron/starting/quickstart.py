@@ -79,8 +79,7 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
         str, range(1, 15)
     ):  # the file's intervals are longer
         fitting = {"trainer.test_freq": min(10, int(steps)), "trainer.save_freq": int(steps)}
-    added = [f"{key}={value}" for key, value in fitting.items() if key not in given]
-    return ["train", str(config), *added, *options.overrides]
+    return ["train", str(config), *(f"{k}={v}" for k, v in fitting.items() if k not in given), *options.overrides]
 
 
 def _with_seeds(example: str, seed: int) -> str:

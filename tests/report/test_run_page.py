@@ -95,6 +95,9 @@ def test_what_is_drawn_of_few_metrics(tmp_path: Path) -> None:
         folder, [dict.fromkeys(("step", "perf/throughput", "perf/throughput_train"), n) for n in range(5)]
     )
     assert panel["curves"] == [["perf/throughput", "whole step; without validation"]]
+    taught = [f"distillation/reverse_kl{part}" for part in ("", "/maths", "/from_token_0")]
+    panel, *_ = panels_of(folder, [dict.fromkeys(taught, 1.0 / (1 + step)) | {"step": step} for step in range(5)])
+    assert panel["title"] == "Distance to the teacher" and panel["curves"] == [[taught[0], "reverse KL; maths"]]
     (panel,) = panels_of(folder, [{"step": step, "actor/entropy": 1.0 + step} for step in range(5)])
     assert panel["references"] == [[0.1, "guard, low"]]
 
