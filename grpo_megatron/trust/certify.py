@@ -546,9 +546,9 @@ def _outcome(measure: Callable[[Bench], ProofResult], bench: Bench, needed: floa
     except NotApplicable as reason:
         return NOT_APPLICABLE, str(reason)
     except OutOfTime:
-        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}"
+        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}; raise --minutes"
     except subprocess.TimeoutExpired:
-        return SKIPPED, f"it did not end in the {left / 60:.1f} minutes that were left"
+        return SKIPPED, f"it did not end in the {left / 60:.1f} minutes that were left; raise --minutes"
     except (StorageError, ConfigError, OSError) as error:
         return RED, str(error)
 

@@ -88,8 +88,8 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     assert about in caplog.text
     caplog.clear()
     words = load_tokenizer(tmp_path / "words", PLAIN)
-    placed_prompt(words, "generate/0", "Paul 2", [], is_chat=False)  # of the command `generate`
-    assert "turns 'Paul 2' into '2', without 'Paul': " in caplog.text
+    placed_prompt(words, "generate/0", "Paul Otto 2", [], is_chat=False)  # of the command `generate`
+    assert "turns 'Paul Otto 2' into '2', without 'Paul', 'Otto': " in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 
