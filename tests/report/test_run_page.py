@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,10 @@ def test_two_runs_in_one_page(run: Path, browser: Browser, tmp_path: Path) -> No
             assert page.evaluate("document.querySelectorAll('figure')[1].querySelectorAll('.entry').length") == 2
             rows = page.evaluate("[...document.querySelectorAll('#config td')].map((cell) => cell.textContent)")
             assert rows[-3:] == ["actor.optim.lr", "1e-06", "5e-06"]  # all that differs
+    shutil.copytree(run, tmp_path / "again" / run.name)  # of the same name: told apart by their folders
+    assert main(["report", str(run), str(tmp_path / "again" / run.name), "--output", str(target)]) == 0
+    with browser.open(target, WIDTHS[0]) as page:
+        assert f"{run} and {tmp_path / 'again' / run.name}" in page.text()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
     if (row) extend(runs[0], row);
   }
   const main = document.getElementById("main"), places = document.getElementById("places"), two = runs.length > 1;
+  if (two && runs[0].name === runs[1].name) { for (const run of runs) run.name = run.folder; document.title = runs.map((run) => run.name).join(" and "); }
   const clock = (time) => new Date(1000 * time).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
   function section(title, note) {
     const made = make("section"), id = title.toLowerCase().replace(/[^a-z]+/g, "-"), link = make("a", "", title);
