@@ -11,6 +11,7 @@ Each name is imported when it is asked for: `import grpo_megatron` imports neith
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +45,7 @@ try:
 except PackageNotFoundError:  # run from a clone, which is not installed
     __version__ = "0.1.0"
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported: else vLLM prints a NUMA remark
 examine_transformer_engine_before_megatron()
 
 
@@ -76,4 +78,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*(name for name in globals() if name.startswith("__")), *__all__])

@@ -71,7 +71,7 @@ def no_exit(what: str) -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise ValueError(f"{what} ends the process (exit code {error.code}); take that call out of it") from error
+        raise ValueError(f"{what} ends the process (sys.exit({error.code!r})); take that call out of it") from error
 
 
 SAME_MEANING = {  # a name here -> others for the same thing, which no spelling leads to; the first that is known here counts

@@ -78,7 +78,12 @@ from grpo_megatron.training.trace import Trace
 from grpo_megatron.training.warm_up import warm_up
 from grpo_megatron.types import Batch, GroupTable, Prompt, Sample
 
+VERBS = ("sample", "batch", "forward_backward", "optim_step", "sync", "save_state", "load_state")
 Numbers = Sequence[float | Sequence[float] | None]  # advantages: per sample one number, one per response token, or None
+
+
+def _refuse_closed(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this run is closed: its engine and ranks are released; call its verbs inside the `with`")
 
 
 class Run:
@@ -117,6 +122,8 @@ class Run:
         self._opened.__exit__(*exception)
         if exception[0] is None:  # after a failure other ranks may not get here
             self.close()
+        for verb in VERBS:
+            setattr(self, verb, _refuse_closed)
 
     @property
     def prompts(self) -> Sequence[Prompt]:

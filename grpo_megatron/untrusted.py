@@ -238,6 +238,7 @@ def special_file_in(folder: Path) -> str | None:
 _OTHER_CONTENT = {
     b"version https://git-lfs": "a pointer of Git LFS in place of the file; fetch it (git lfs pull)",
     b"\x1f\x8b\x08": "compressed by gzip; decompress it (gunzip)",
+    **dict.fromkeys((b"\xff\xfe{\x00", b"\xfe\xff\x00{"), "text in UTF-16; write UTF-8 (iconv -f UTF-16 -t UTF-8)"),
 }
 
 

@@ -172,6 +172,7 @@ def own_numbers(folder: Path) -> dict[str, Any]:
         refuse("prompt", lambda: run.sample([3]))  # type: ignore[list-item]
         refuse("none", lambda: run.sample(run.prompts[:1], n=0))
         refuse("one prompt", lambda: run.sample("1 + 1 ="))
+    refuse("closed", lambda: run.sample(run.prompts[:1]))
     return {
         "same": same,
         "rows": (len(grpo), len(left_out)),
@@ -200,6 +201,7 @@ def test_advantages_and_losses_of_ones_own(tmp_path: Path) -> None:
         "prompt": "a list of chat messages or a row, not 3",
         "none": "n=0 responses",
         "one prompt": "prompts is one prompt; give a list of them",
+        "closed": "this run is closed: its engine and ranks are released",
     }
     for name, text in expected.items():
         assert text in result["refused"][name], name
@@ -271,4 +273,5 @@ def test_a_loss_of_plain_tensors() -> None:
 
 def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, grpo_megatron; assert 'torch' not in sys.modules"
+    assert not {"Any", "Path", "os"} & {*dir(grpo_megatron)}
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code. In a rank of several, a failure ends the process at once."""
     argv = sys.argv[1:] if argv is None else argv
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: ranks share the cores
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else vLLM prints a NUMA remark per rank
     find_modules(Path("CONFIG"))  # a user's task, family or reward, in the current folder
     try:
         ranks.join_nodes()

@@ -331,10 +331,10 @@ def readiness(config: Config, checked: Checked, world_size: int) -> str:
         begins = (
             f"goes on after step {steps_of(checkpoints[-1])} of {trainer.total_training_steps}, from {checkpoints[-1]}"
         )
+    how = f"by torchrun on each of the {trainer.nnodes} nodes " if trainer.nnodes > 1 else ""
     if missing:
-        return f"READY EXCEPT: {'; '.join(missing)}" + (f"; the run {begins}" if begins != "starts" else "")
-    how = f"by torchrun on each of the {trainer.nnodes} nodes" if trainer.nnodes > 1 else "without --dry-run"
-    return f"READY: {how} the run {begins}"
+        return f"READY EXCEPT: {'; '.join(missing)}" + (f"; {how}the run {begins}" if how or begins != "starts" else "")
+    return f"READY: {how or 'without --dry-run '}the run {begins}"
 
 
 def _own_gpu(config: Config) -> Gpu | None:

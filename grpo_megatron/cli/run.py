@@ -264,7 +264,7 @@ def _run(config: Config, checked: Checked, options: RunOptions) -> int:
     except RunOver:
         return 0
     except SystemExit as error:  # of a user's loss or estimator: exit code 0 would look like a finished run
-        raise RuntimeError(f"sys.exit({error.code}) was called during the run; raise an exception instead") from error
+        raise RuntimeError(f"sys.exit({error.code!r}) was called during the run; raise an exception instead") from error
     return 0
 
 

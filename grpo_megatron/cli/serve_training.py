@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from grpo_megatron.cli.config_file import load_config
 from grpo_megatron.config import Config, ConfigError
-from grpo_megatron.config.options import Argument, Options
+from grpo_megatron.config.options import Argument, Option, Options
 from grpo_megatron.imports import large_imports
 from grpo_megatron.processes.variables import set_determinism_variables
 
@@ -35,6 +35,7 @@ class ServeOptions(Options):
     overrides: Annotated[
         tuple[str, ...], Argument("replace a value of the file; ~section.key takes one out", "section.key=value")
     ] = ()
+    dry_run: Annotated[bool, Option("check everything, say if the service can start, and stop")] = False
 
     @functools.cached_property
     def settings(self) -> Config:
@@ -62,6 +63,12 @@ def serve_training(options: ServeOptions, start_ranks: Callable[[int, str], int]
 
         checked = validate_service(config, world_size)
     check_base(checked.config)
+    if options.dry_run:
+        from grpo_megatron.cli.plan import readiness
+
+        if os.environ.get("RANK", "0") == "0":
+            print(readiness(config, checked, world_size).replace("the run", "the service"))
+        return 0
     if not is_rank and world_size > 1:
         if config.trainer.nnodes > 1:
             raise ConfigError("trainer.nnodes: start the command on each node under torchrun (docs/service.md)")

@@ -13,7 +13,6 @@ import logging
 import math
 import unicodedata
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -235,7 +234,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
     for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
         back = tokenizer.decode(ids)
         if _letters(back) != _letters(text):
-            lost = "".join(Counter(_letters(text)) - Counter(_letters(back)))[:20]
+            lost = [word for word in dict.fromkeys(text.split()) if _letters(word) not in _letters(back)]
             cause = (
                 "the model cannot read what its vocabulary lacks; write the rows without it, or take another model"
                 if _letters(text) != _letters(decoded_by_file(tokenizer, text))
@@ -247,7 +246,7 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
                 tokenizer_classes(tokenizer),
                 text[:120],
                 back[:120],
-                f", without {lost!r}" if lost else "",
+                f", without {', '.join(map(repr, lost[:5]))}"[:120] if lost else "",
                 cause,
             )
             tokenizer.loss_is_reported = True

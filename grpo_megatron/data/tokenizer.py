@@ -50,7 +50,8 @@ def load_tokenizer(path: Path | str, data: DataConfig) -> Any:
         reason = str(error).strip().partition("\n")[0][:300]
         reason = "there is none of its files" if reason.endswith("from one of: ") else reason
         for file in filter(Path.is_file, sorted(Path(path).glob("*.[jm]*"))):  # tokenizer.json, tokenizer.model
-            if other := stand_in(file):
+            is_object = file.suffix != ".json" or file.read_bytes().lstrip().startswith(b"{")
+            if other := stand_in(file) or ("" if is_object else "no JSON object"):
                 raise ConfigError(f"no tokenizer in {str(path)!r}: {file.name} is {other}") from error
         raise ConfigError(
             f"no tokenizer in {str(path)!r} ({reason}); set model.tokenizer_path to a folder with tokenizer.json"
@@ -209,7 +210,9 @@ def _tokens_of(path: Path, vocab_size: int | None) -> list[int]:
         config = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not valid JSON ({error}); correct or remove it") from error
-    value = config.get(EOS_KEY) if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no JSON object; correct or remove it")
+    value = config.get(EOS_KEY)
     tokens = [token for token in (value if isinstance(value, list) else [value]) if token is not None]
     for token in tokens:
         if type(token) is not int or token < 0 or (vocab_size is not None and token >= vocab_size):

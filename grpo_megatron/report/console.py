@@ -54,6 +54,7 @@ class Column:
 
 
 _VAL_REWARD = Column("val reward", "val reward", 4, "mean on the validation sets of the reward, or of its entry acc")
+_VAL_LOSS = Column("val loss", "val loss", 4, "of data.val_loss_files, at validations; training too long raises it")
 _LENGTH = Column("resp len", "response_length/mean", 1, "mean response length, tokens")
 _ENTROPY = Column("entropy", "actor/entropy", 4, "policy entropy per token, nats; near 0 the policy no longer explores")
 _GRAD_NORM = Column("grad norm", "actor/grad_norm", 4, "gradient norm before clipping; spikes are a warning")
@@ -79,7 +80,7 @@ CONSOLE_COLUMNS = (
 )
 SUPERVISED_COLUMNS = (
     Column("loss", "actor/pg_loss", 4, "of this step's rows, before the update; should fall"),
-    Column("val loss", "val loss", 4, "of data.val_loss_files, in steps that validate; training too long raises it"),
+    _VAL_LOSS,
     _VAL_REWARD,
     _LENGTH,
     _ENTROPY,
@@ -96,7 +97,16 @@ SCORE_ACCURACY = {  # actor.loss_mode -> the metric that takes the place of the 
 
 def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
     """Selects the columns for a run with this config, as plain JSON."""
-    source = (run_config or {}).get("algorithm", {}).get("source")
+    sections = ("algorithm", "trainer", "data", "teachers", "distillation", "reward")
+    algorithm, trainer, data, teachers, distillation, reward = ((run_config or {}).get(name) or {} for name in sections)
+    source = algorithm.get("source")
+    validates = trainer.get("val_before_train", True) or trainer.get("test_freq", 1) > 0
+    never = [] if validates and (data.get("val_files", True) or data.get("val_tasks")) else [_VAL_REWARD]
+    never += [] if validates and data.get("val_loss_files", True) else [_VAL_LOSS]
+    columns = [one for one in (SUPERVISED_COLUMNS if source == "file" else CONSOLE_COLUMNS) if one not in never]
+    if teachers and algorithm.get("adv_estimator") == "zero" and not reward.get("function") and source != "file":
+        metric = f"distillation/{'reverse_kl' if distillation.get('kl') == 'sampled' else 'divergence'}"
+        columns[0] = Column("teacher kl", metric, 4, "mean divergence from the teacher per token, nats; should fall")
     if source != "file":
         rollout = (run_config or {}).get("rollout", {})
         legends = {}
@@ -104,9 +114,9 @@ def console_columns(run_config: Mapping[str, Any] | None) -> tuple[Column, ...]:
             legends[_GAP] = f"as far as the policy moved in rollout.lag={counted(lag, 'step')}; tiny in step 0 alone"
         if (rollout.get("multi_turn") or {}).get("environment"):
             legends[_LENGTH] = f"{_LENGTH.legend}, with those that environments wrote"
-        return tuple(replace(column, legend=legends.get(column, column.legend)) for column in CONSOLE_COLUMNS)
+        return tuple(replace(column, legend=legends.get(column, column.legend)) for column in columns)
     accuracy = SCORE_ACCURACY.get((run_config or {}).get("actor", {}).get("loss_mode", ""))
-    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in SUPERVISED_COLUMNS)
+    return tuple(accuracy if accuracy and column is _ENTROPY else column for column in columns)
 
 
 # -- the sink ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import shutil
 import sys
@@ -105,7 +106,9 @@ def _opened(folder: Path) -> RunFolder:
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 MAIN = {  # titles of the panels whose curves are shown -> the label of the only curve that is shown, or "" for all
     "Training reward": "before penalties",
-    **dict.fromkeys(("Validation reward", "Reward by source", "Loss on held-out rows", "Preferences"), ""),
+    **dict.fromkeys(
+        ("Validation reward", "Reward by source", "Loss on held-out rows", "Preferences", "Distance to the teacher"), ""
+    ),
     "Response length": "mean",
     **dict.fromkeys(("Entropy of the policy", "Gradient norm", "KL divergence", "Clipped tokens"), ""),
     "Engine against policy": "mean",
@@ -205,6 +208,7 @@ def _sample(run: RunFolder, width: int) -> Iterator[str]:
 def _folded(name: str, text: str, width: int, most: int) -> Iterator[str]:
     """Yields the first `most` lines of a text, indented under its name."""
     lines, space = [], width - 13
+    text = re.sub(r"(<[^<>\s]+>)\1{3,}", lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", text)  # of an image
     for line in visible(text).split("\n"):
         lines += [line[first : first + space] for first in range(0, max(1, len(line)), space)]
     for number, line in enumerate(lines[:most]):

@@ -74,7 +74,12 @@ def prepare_quickstart(options: QuickstartOptions) -> list[str]:
         _remove_run(run)
         config.write_text(text)
         print("the warm-up teaches worked answers, then also bare ones, most of them wrong: its loss rises at the end")
-    return ["train", str(config), *options.overrides]
+    given, fitting = dict(override.partition("=")[::2] for override in options.overrides), {}
+    if (steps := given.get("trainer.total_training_steps", "")) in map(
+        str, range(1, 15)
+    ):  # the file's intervals are longer
+        fitting = {"trainer.test_freq": min(10, int(steps)), "trainer.save_freq": int(steps)}
+    return ["train", str(config), *(f"{k}={v}" for k, v in fitting.items() if k not in given), *options.overrides]
 
 
 def _with_seeds(example: str, seed: int) -> str:

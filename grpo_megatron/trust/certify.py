@@ -486,6 +486,10 @@ def certify(options: CertifyOptions) -> int:
     write_file(work / RESULT_FILE, "[]\n")
     arguments = [str(options.config), *options.overrides]
     bench = Bench(config, arguments, work, began + 60 * options.minutes, options.start)
+    print(
+        f"runs of {STEPS} steps in {work}, for {options.minutes:g} minutes at most; the first result may take a while",
+        flush=True,
+    )
     return run_checks(bench)
 
 
@@ -497,9 +501,8 @@ def run_checks(bench: Bench) -> int:
         if code:
             base = f"{name} ended with {code}: {bench.last_line(name)}"
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"{STEPS} steps did not end within --minutes, and nothing was checked; give it more"
-        ) from None
+        text = f"{STEPS} steps did not end within --minutes, and nothing was checked; give it more (logs: {bench.work})"
+        raise ConfigError(text) from None
     if code == 2:
         lines = (bench.work / f"{name}.log").read_text(errors="replace").splitlines()
         problems = [line.removeprefix("error: ") for line in lines if line.startswith(("error: ", "  "))]
@@ -543,9 +546,9 @@ def _outcome(measure: Callable[[Bench], ProofResult], bench: Bench, needed: floa
     except NotApplicable as reason:
         return NOT_APPLICABLE, str(reason)
     except OutOfTime:
-        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}"
+        return SKIPPED, f"{max(0.0, left) / 60:.1f} minutes left, needs about {needed / 60:.1f}; raise --minutes"
     except subprocess.TimeoutExpired:
-        return SKIPPED, f"it did not end in the {left / 60:.1f} minutes that were left"
+        return SKIPPED, f"it did not end in the {left / 60:.1f} minutes that were left; raise --minutes"
     except (StorageError, ConfigError, OSError) as error:
         return RED, str(error)
 

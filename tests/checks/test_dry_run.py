@@ -128,6 +128,9 @@ def test_the_last_line_says_if_a_run_can_start(
         assert plan(run, capsys, *arguments).splitlines()[-1].startswith(f"  {expected}")
     monkeypatch.setattr(plans, "on_disk", lambda folder: [folder / "checkpoints/step_000003"])
     assert "READY: without --dry-run the run goes on after step 3 of 4, from " in plan(run, capsys)
+    assert "; by torchrun on each of the 2 nodes the run goes on" in " ".join(
+        plan(run, capsys, "trainer.logger=[wandb]", "trainer.nnodes=2").split()
+    )
     auto = ("trainer.device=auto", "rollout.engine=vllm")  # which is the CPU here
     monkeypatch.setattr(layout, "VLLM_CPU_HEADS", (7,))
     assert "READY EXCEPT: rollout.engine=vllm on the CPU: its attention has heads of 7" in plan(run, capsys, *auto)

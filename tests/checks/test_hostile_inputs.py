@@ -258,11 +258,11 @@ def test_a_module_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: py
 
 
 def test_a_task_function_that_ends_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit(0)")
+    (tmp_path / "ending_task.py").write_text("import sys\ndef task(): sys.exit('bye')")
     monkeypatch.syspath_prepend(tmp_path)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"task": "ending_task:task"}})
     (problem,) = texts(reward_name_problems(config))
-    assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (exit code 0)")
+    assert problem.startswith("data.task: task 'ending_task:task': calling it ends the process (sys.exit('bye'))")
 
 
 @pytest.mark.parametrize("value", ["abc", "x" * 9000, [1]], ids=lambda value: str(value)[:9])

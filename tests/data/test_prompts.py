@@ -88,8 +88,8 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     assert about in caplog.text
     caplog.clear()
     words = load_tokenizer(tmp_path / "words", PLAIN)
-    placed_prompt(words, "generate/0", "Paul 2", [], is_chat=False)  # of the command `generate`
-    assert "turns 'Paul 2' into '2'" in caplog.text
+    placed_prompt(words, "generate/0", "Paul Otto 2", [], is_chat=False)  # of the command `generate`
+    assert "turns 'Paul Otto 2' into '2', without 'Paul', 'Otto': " in caplog.text
     with pytest.raises(ValueError, match="5 of 5 prompts .*nothing is left; raise data.max_prompt_length"):
         load_prompts(data, [_sums(tmp_path / "long.jsonl", [9] * 5)], tokenizer)
 
@@ -167,6 +167,10 @@ def test_tokenizer_folders_that_cannot_be_used(
         load_tokenizer(tmp_path / "empty", PLAIN)
     (tmp_path / "empty" / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(ValueError, match="tokenizer.json is a pointer of Git LFS in place of the file; fetch it"):
+        load_tokenizer(tmp_path / "empty", PLAIN)
+    tokenizer.save_pretrained(tmp_path / "empty")
+    (tmp_path / "empty" / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="tokenizer_config.json is no JSON object"):
         load_tokenizer(tmp_path / "empty", PLAIN)
     tokenizer.save_pretrained(tmp_path / "good")
     load_tokenizer(tmp_path / "good", PLAIN)

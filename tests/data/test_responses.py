@@ -276,6 +276,9 @@ def test_what_is_no_token_is_named(tokenizer: Any, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match="is not valid JSON .*; correct or remove it"):
         read_end_tokens(tokenizer, tmp_path)
+    (tmp_path / "generation_config.json").write_text("[2]")
+    with pytest.raises(ConfigError, match="generation_config.json holds no JSON object; correct or remove it"):
+        read_end_tokens(tokenizer, tmp_path)
 
 
 def test_written_responses_and_turns_end_with_any_of_them(tokenizer: Any, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ def test_all_mistakes_of_a_file_are_one_error(tmp_path: Path) -> None:
         ("gone.jsonl", None, "cannot read data file .*gone.jsonl.*No such file"),
         ("no*.jsonl", None, "no file matches this pattern"),
         ("packed.jsonl", gzip.compress(b"{}", mtime=0), "is compressed by gzip; decompress it"),
+        ("wide.jsonl", '{"question": "x"}'.encode("utf-16"), "is text in UTF-16; write UTF-8"),
         ("pointer.parquet", "version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,9 @@ def test_what_is_drawn_of_few_metrics(tmp_path: Path) -> None:
         folder, [dict.fromkeys(("step", "perf/throughput", "perf/throughput_train"), n) for n in range(5)]
     )
     assert panel["curves"] == [["perf/throughput", "whole step; without validation"]]
+    taught = [f"distillation/reverse_kl{part}" for part in ("", "/maths", "/from_token_0")]
+    panel, *_ = panels_of(folder, [dict.fromkeys(taught, 1.0 / (1 + step)) | {"step": step} for step in range(5)])
+    assert panel["title"] == "Distance to the teacher" and panel["curves"] == [[taught[0], "reverse KL; maths"]]
     (panel,) = panels_of(folder, [{"step": step, "actor/entropy": 1.0 + step} for step in range(5)])
     assert panel["references"] == [[0.1, "guard, low"]]
 
@@ -257,6 +261,10 @@ def test_two_runs_in_one_page(run: Path, browser: Browser, tmp_path: Path) -> No
             assert page.evaluate("document.querySelectorAll('figure')[1].querySelectorAll('.entry').length") == 2
             rows = page.evaluate("[...document.querySelectorAll('#config td')].map((cell) => cell.textContent)")
             assert rows[-3:] == ["actor.optim.lr", "1e-06", "5e-06"]  # all that differs
+    shutil.copytree(run, tmp_path / "again" / run.name)  # of the same name: told apart by their folders
+    assert main(["report", str(run), str(tmp_path / "again" / run.name), "--output", str(target)]) == 0
+    with browser.open(target, WIDTHS[0]) as page:
+        assert f"{run} and {tmp_path / 'again' / run.name}" in page.text()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

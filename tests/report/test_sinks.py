@@ -221,6 +221,13 @@ def test_a_supervised_run_shows_its_losses() -> None:
     assert columns == SUPERVISED_COLUMNS != CONSOLE_COLUMNS == console_columns(None)
     scored = console_columns({"algorithm": {"source": "file"}, "actor": {"loss_mode": "step_labels"}})
     assert "actor/step_accuracy" in [column.metric for column in scored] and len(scored) == len(columns)
+    taught = {"teachers": {"t": {}}, "algorithm": {"adv_estimator": "zero"}, "distillation": {"kl": "sampled"}}
+    assert console_columns(taught)[0].metric == "distillation/reverse_kl"
+    assert console_columns({**taught, "reward": {"function": "m:f"}}) == CONSOLE_COLUMNS
+    without = {"trainer": {"val_before_train": False, "test_freq": -1}, "algorithm": {"source": "file"}}
+    assert [column.title for column in columns if column not in console_columns(without)] == ["val loss", "val reward"]
+    losses_only = {"data": {"val_files": [], "val_loss_files": ["x"]}, "algorithm": {"source": "file"}}
+    assert [column.title for column in columns if column not in console_columns(losses_only)] == ["val reward"]
     assert (cells["loss"], cells["val"], cells["acc"], cells["step"]) == ("2.5000", "1.5000", "-", "0")
 
 

@@ -40,7 +40,7 @@ def beat(folder: Path, **more: Any) -> None:
 
 def test_a_running_run(tmp_path: Path) -> None:
     """Steps of 10 s, 4 s of one are over: 6 s are left of it, and 10 steps make 100 s."""
-    samples = [group([sample(0, 0.0), sample(1, 1.0, WORDS)])]
+    samples = [group([sample(0, 0.0), sample(1, 1.0, WORDS)], "see " + "<|image_pad|>" * 64 + "?")]
     folder = make_run(
         tmp_path / "run", steps=30, samples=samples, events=[event("started", 0), event("guard", 7, "bad")]
     )
@@ -52,6 +52,7 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert "0.2 -> 0.49" in reward and reward.rstrip()[-1] == "\u2588"
     assert not any("KL" in line for line in lines)  # 0 in every step
     assert "step 29, the best of 2 samples of a prompt: reward 1, advantage 0.5, 3 tokens" in lines
+    assert "  prompt     see <|image_pad|> x 64?" in lines
     assert "  response   first second third " in lines and "  reference  7" in lines
     assert lines[-1].endswith("guard    step 7    bad")
 

@@ -743,3 +743,13 @@ def test_numbers_that_float32_and_int32_cannot_have_are_refused() -> None:
         wire.read_pass(body, 100, 48)
     with pytest.raises(wire.RequestError, match="tokens"):
         wire.read_json_request(wire.TextChunk, b'{"tokens": [%d]}' % 10**30)
+
+
+def test_a_dry_run_says_if_the_service_can_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = make_service(tmp_path)
+    overrides = (*LORA, "trainer.n_gpus_per_node=2")
+    assert serve.serve_training(serve.ServeOptions(config=file, overrides=overrides, dry_run=True), None) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "READY: without --dry-run the service starts"
+    wrong = serve.ServeOptions(config=file, overrides=("rollout.temperature=0.5",), dry_run=True)
+    with pytest.raises(ConfigError, match="rollout.temperature=0.5: each sampling request has its own"):
+        serve.serve_training(wrong, None)

@@ -92,6 +92,9 @@ def test_the_config_of_the_quickstart_has_its_seeds(tmp_path: Path, monkeypatch:
     config = load_config(Path(path), [])
     assert (command, overrides) == ("train", ["rollout.n=4"])
     assert (config.data.seed, config.rollout.seed, config.trainer.seed) == (7, 7, 7)
+    short = quickstart.QuickstartOptions(seed=7, overrides=("trainer.total_training_steps=6", "trainer.save_freq=3"))
+    added = [f"trainer.{key}" for key in ("test_freq=6", "total_training_steps=6", "save_freq=3")]
+    assert quickstart.prepare_quickstart(short)[2:] == added  # the file's 10 would be beyond the run
     outcome = quickstart.QUICKSTART / "run/outcome.json"
     for state, seed, goes_on in (("stopped", 7, True), ("done", 7, False), ("stopped", 8, False)):
         outcome.parent.mkdir(exist_ok=True)

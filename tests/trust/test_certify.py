@@ -266,7 +266,7 @@ def test_what_is_not_measured_is_named(bench: Bench, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "deadline", time.monotonic() + 30)
     monkeypatch.setattr(bench, "is_out_of_time", True)  # restored at the end
     state, measured = certify._outcome(PROOFS["the same run again"][1], bench, 90)
-    assert state == "skipped" and re.fullmatch(r"0\.5 minutes left, needs about 1\.5", measured)
+    assert state == "skipped" and re.fullmatch(r"0\.5 minutes left, needs about 1\.5; raise --minutes", measured)
     assert certify._outcome(PROOFS["rewards twice"][1], bench, 90)[0] == "skipped"
     assert certify._outcome(PROOFS["delays between roles"][1], bench, 90) == ("not applicable", "one role")
 

@@ -7,6 +7,7 @@
     if (row) extend(runs[0], row);
   }
   const main = document.getElementById("main"), places = document.getElementById("places"), two = runs.length > 1;
+  if (two && runs[0].name === runs[1].name) { for (const run of runs) run.name = run.folder; document.title = runs.map((run) => run.name).join(" and "); }
   const clock = (time) => new Date(1000 * time).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
   function section(title, note) {
     const made = make("section"), id = title.toLowerCase().replace(/[^a-z]+/g, "-"), link = make("a", "", title);
@@ -89,7 +90,7 @@
       ["loss", run.metrics["timing_s/gen"] ? "\u2013" : change(run, "actor/pg_loss")],
       ["validation reward", validation ? change(run, validation) : "\u2013"],
       ["response length", change(run, "response_length/mean")],
-      ["seconds per step", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
+      ["seconds per step, recent median", isNumber(run.stepSeconds) ? seconds(run.stepSeconds) : "\u2013"],
       ["tokens per second and device, median", median(run, "perf/throughput")],
       ...(runs.some((other) => other.state === "running") ? [["time left", isNumber(run.secondsLeft) ? seconds(run.secondsLeft) : "\u2013"]] : []),
     ].filter(([, value]) => two || value !== "\u2013");
@@ -142,10 +143,10 @@
     phases.sort((a, b) => (a.name === "other") - (b.name === "other") || b.mean - a.mean);
     for (const phase of phases) {
       if (phase.name !== "other" && !phaseColours.has(phase.name)) phaseColours.set(phase.name, COLOURS[phaseColours.size % COLOURS.length]);
-      phase.colour = phaseColours.get(phase.name) ?? "#9aa0a6";
+      phase.colour = phaseColours.get(phase.name) ?? "#c9cdd2"; // apart from the grey of COLOURS
     }
     const sum = phases.reduce((sum, phase) => sum + phase.mean, 0), highest = Math.max(0, ...places.map((place) => Math.max(whole[place], covered(place))));
-    return { run, phases: phases.filter((phase) => phase.mean > 0), places, sum, highest, whole: role === null ? sum : mean(places.map((place) => whole[place])),
+    return { run, phases: phases.filter((phase) => phase.mean > 5e-4 * sum), places, sum, highest, whole: role === null ? sum : mean(places.map((place) => whole[place])),
       title: [two ? run.name : "", role === null ? "" : `${role} ranks`].filter(Boolean).join(", ") };
   }
   function phaseFigure({ run, phases, places, title }, highest) {
