@@ -6,6 +6,7 @@ are in memory once. Ranks with GPUs are new programs: nothing has shown yet that
 
 import contextlib
 import os
+import signal
 
 from grpo_megatron.cli.failures import LAUNCHER_PID
 from grpo_megatron.cli.ranks import PRELOADED_ENGINE, die_with_launcher
@@ -31,8 +32,15 @@ def import_engine(name: str) -> None:
             import_transformers()
 
 
+def _end_by_sigterm() -> None:
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 if LAUNCHER_PID in os.environ:  # this process is the fork server that ranks.start_fork_server has started
     die_with_launcher()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it to the whole group; the launcher answers it
+    os.register_at_fork(after_in_child=_end_by_sigterm)
     os.environ[LAUNCHER_PID] = str(os.getpid())  # the parent of the ranks
     # A rank repeats an import that fails here, and reports the reason.
     with contextlib.suppress(Exception):

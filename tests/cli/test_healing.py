@@ -221,3 +221,42 @@ def test_a_run_that_loses_a_rank_goes_on_with_fewer_grows_again_and_has_the_bits
     kinds = ["started", "lost", "resumed", "healed", "grown", "resumed", "done"]
     assert [event["kind"] for event in events] == kinds
     assert events[1]["step"] == 2 and events[3]["step"] in ((1, 2) if memory else (2,))
+
+
+@pytest.mark.parametrize(
+    ("lag", "faults"),
+    [
+        (0, [("gen", 2, "kill rank")]),
+        pytest.param(0, [("wait_weights", 2, "stop rank")], marks=pytest.mark.soak),
+        pytest.param(1, [("gen", 3, "kill rank"), ("wait_weights", 1, "kill rank")], marks=pytest.mark.soak),
+        pytest.param(2, [("reward", 2, "kill rank"), ("gen", 1, "cut network")], marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_that_train_go_on_while_lost_ones_that_sample_are_replaced(
+    root: Path, tmp_path: Path, lag: int, faults: list[tuple[str, int, str]]
+) -> None:
+    """Equal, bit for bit, to the undisturbed run, whose weights of earlier steps the training rank has kept."""
+
+    def run(name: str, **options: Any) -> tuple[str, str]:
+        raw = exact_run(root, tmp_path / name, 2, save_freq=-1, **options)
+        raw["model"]["exact"] = lag == 0  # another lag has samples of other weights
+        raw["rollout"] |= {"placement": "separate", "num_ranks": 1, "lag": lag}
+        code, out, err, survivors = run_command(raw, tmp_path, SOAK_FAULT=json.dumps(losses if options else []))
+        assert (code, survivors) == (0, []), err
+        return out, err
+
+    losses: list[dict[str, Any]] = []
+    for point, count, action in faults:
+        after = {"after": losses[-1]["once"]} if losses else {}
+        once = str(tmp_path / f"loss_{len(losses)}")
+        losses.append({"point": point, "count": count, "rank": 1, "action": action, "once": once, **after})
+    out, err = run("healed", healing={"layouts": "auto"})
+    assert out.count("healing: lost the connection to rollout rank 0 (rank 1 of the run)") == len(losses), out
+    assert "resumed from" not in out and not err, err
+    run("undisturbed")
+    healed, undisturbed = tmp_path / "healed", tmp_path / "undisturbed"
+    names = (*TIMES, "sync/bytes_received")
+    assert rows_without(healed, names) == rows_without(undisturbed, names)
+    name = "hf/model.safetensors"
+    assert (healed / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert [event["kind"] for event in read_events(healed)] == ["started", *["lost", "healed"] * len(losses), "done"]

@@ -82,6 +82,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -172,6 +173,7 @@ def test_no_rank_outlives_the_process_that_started_it(
     ("number", "target", "device", "code"),
     [
         (signal.SIGINT, "launcher", "cpu", 130),
+        (signal.SIGTERM, "group", "cpu", 75),  # as `timeout` does: the server that ranks are forked from gets it, too
         pytest.param(signal.SIGTERM, "launcher", "cuda", 75, marks=pytest.mark.soak),
         pytest.param(signal.SIGUSR1, "rank", "cuda", 75, marks=pytest.mark.soak),
     ],
@@ -181,10 +183,13 @@ def test_the_first_signal_lets_the_run_save(
 ) -> None:
     """Sent to the process that the user sees, or to one of its ranks: all ranks stop by themselves."""
     process, ranks = started(run, tmp_path, "stops", device)
-    os.kill(process.pid if target == "launcher" else ranks[1], number)
+    if target == "group":
+        os.killpg(process.pid, number)
+    else:
+        os.kill(process.pid if target == "launcher" else ranks[1], number)
     _, err = process.communicate(timeout=600)
     assert process.returncode == code, err
-    assert without_tracebacks(err) == ([ANNOUNCED.format(number.name)] if target == "launcher" else [])
+    assert without_tracebacks(err) == ([ANNOUNCED.format(number.name)] if target != "rank" else [])
     assert (tmp_path / "agreed").read_text() == number.name
 
 
