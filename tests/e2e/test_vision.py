@@ -21,6 +21,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.training.checkpoint import run_state
+from grpo_megatron.types import UNFINISHED
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same, metrics
@@ -310,6 +311,8 @@ def test_trajectories_with_images_resume_and_replay(workspace: Path, tmp_path: P
     for groups in (state["groups"], state["inner"]["waiting"]):
         prompts = [sample["prompt"] for group in groups for sample in group["samples"]]
         assert any(first >= len(one["prompt_ids"]) > 0 for one in prompts for *_, first in one["images"])
+    under_way = [one for group in groups for one in group["samples"] if one["finish_reason"] == UNFINISHED]
+    assert under_way and not any(one["prompt"]["images"] for one in under_way)  # the environment shows them again
     dumps = sorted((tmp_path / "resumed/dumps").iterdir())
     assert len(dumps) > 1
     for code, text in replayed(1, dumps=dumps[:2])[0]:
