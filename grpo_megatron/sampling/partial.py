@@ -55,6 +55,8 @@ class PartialCollector(PolicyCollector):
     that began `max_staleness` steps ago is completed in this step, whatever it takes, and trained on before others.
     """
 
+    reads_rows = True  # the images of a prompt are those of its row
+
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
         self.mesh, self.partial = self.generator.mesh, self.rollout.partial
@@ -127,7 +129,7 @@ class PartialCollector(PolicyCollector):
             mine = replica == self.mesh.engine_replica
             version = self.clock.version(step)
             samples = [Sample(prompt, 0, index, [], [], UNFINISHED, version) for index in indices] if mine else []
-            images = prompt.images if mine else ()
+            images = prompt.images if mine and self.reads_rows else ()
             begun.append(_InProgress(round_id, uid, step, replica, len(indices), samples, images))
         return begun
 
@@ -227,6 +229,7 @@ class PartialTrajectories(PartialCollector):
     """
 
     generator: TrajectoryGenerator
+    reads_rows = False  # the environment shows images: its reset is given the row
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
@@ -255,7 +258,10 @@ class PartialTrajectories(PartialCollector):
                 named["weights_digest"] = trajectory.digests[version]
                 turns.append(Sample(nothing, 0, group.wanted.indices[number], *tokens, **named))
             turns += self._stored_turns.get(trajectory.key, [])  # no step has repeated them since the resume
-        return [*group.samples, *turns]
+        return [
+            replace(one, prompt=replace(one.prompt, images=())) if one.finish_reason == UNFINISHED else one
+            for one in (*group.samples, *turns)
+        ]
 
     def _begin(self, step: int, count: int, metrics: Metrics) -> list[_InProgress]:
         begun = super()._begin(step, count, metrics)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import time
 import zlib
 from collections import Counter
@@ -69,7 +70,11 @@ def settings(root: Path, output_dir: Path, world: int, **sections: dict[str, Any
 
 
 def train(
-    raw: dict[str, Any], keep_weights: bool = True, kill_in_step: int | None = None, profiled: range | None = None
+    raw: dict[str, Any],
+    keep_weights: bool = True,
+    kill_in_step: int | None = None,
+    profiled: range | None = None,
+    closes: bool = True,
 ) -> dict[str, Any]:
     """Run the Trainer. Returns this rank's samples per step, and the final weights and optimizer state.
 
@@ -108,7 +113,8 @@ def train(
                 for state in one.optimizer.state.values()
             ]
             result["first_step"] = run.first_step
-        close()
+        if closes:
+            close()
 
     run.close = keep_then_close
     trainer.run()
@@ -260,6 +266,23 @@ def train_many(raws: list[dict[str, Any]], one: Any = None) -> list[dict[str, An
         built["engine"].shutdown()
     mesh_module.destroy_mesh()
     return results
+
+
+def train_and_resume(raws: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`train` for each config, with one engine. One with "resumed" continues the checkpoint of the run before, at that step."""
+
+    outputs: list[Path] = []
+
+    def one(raw: dict[str, Any]) -> dict[str, Any]:
+        outputs.append(Path(raw["trainer"]["output_dir"]))
+        if (step := raw.pop("resumed", None)) is not None:
+            before, after = (output / f"checkpoints/step_{step:06d}" for output in outputs[-2:])
+            if os.environ["RANK"] == "0":
+                shutil.copytree(before, after)
+            torch.distributed.barrier()
+        return train(raw, closes=False)
+
+    return train_many(raws, one)
 
 
 def _recorded(raw: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from grpo_megatron.trainer import Trainer
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same
-from tests.e2e.test_trajectories import generated_logprobs, oracle, settings
+from tests.e2e.test_trajectories import REWRITING, TEMPLATE, generated_logprobs, oracle, settings
 from tests.models import policies
 from tests.stored import metric_rows
 
@@ -100,6 +100,31 @@ def test_a_row_of_two_versions_has_the_gradient_of_a_float64_computation(workspa
 
 def without_logprobs(drawn: dict[int, list[Any]]) -> dict[int, list[Any]]:
     return {step: [(*content, reward) for *content, _, reward in samples] for step, samples in drawn.items()}
+
+
+def test_tensor_parallelism_and_histories(workspace: Path, tmp_path: Path) -> None:
+    """Two engines, and one of two ranks, give the same samples. So does a run of the latter that is resumed at step 1.
+
+    `own`: with a template that changes earlier turns, so a resumed run also renders what the stored turns were asked with.
+    """
+    raws = []
+    for history, template in (("own", REWRITING), ("keep_thinking", TEMPLATE)):
+        for name, tensor in (("engines", 1), ("ranks", 2), ("resumed", 2)):
+            trainer = {"total_training_steps": 3, "save_freq": 1}
+            raw = config(workspace, tmp_path / f"{name} {history}", 2, trainer=trainer)
+            raw["data"]["chat_template"] = str(tmp_path / history)
+            (tmp_path / history).write_text(template)
+            raw["rollout"]["multi_turn"]["history"] = history
+            raw["actor"] = {"optim": {"lr": 0.0}, "megatron": {"tensor_model_parallel_size": tensor}}
+            raws.append({**raw, "resumed": 1} if name == "resumed" else raw)
+    results = worlds.run(run_ranks.train_and_resume, 2, raws=raws)
+    for number, history in enumerate(("own", "keep_thinking")):
+        sampled = [run_ranks.all_samples([rank[3 * number + k] for rank in results]) for k in range(3)]
+        engines, ranks, resumed = map(without_logprobs, sampled)
+        assert engines == ranks and resumed == {step: ranks[step] for step in (1, 2)}, history
+        first, second, _ = metric_rows(tmp_path / f"ranks {history}")
+        assert first["rollout/partial/waiting_responses"] > 0  # in the checkpoint
+        assert (second["trajectory/sequences/mean"] > 1) == (history == "own")
 
 
 @pytest.mark.soak

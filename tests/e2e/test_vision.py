@@ -21,11 +21,13 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from grpo_megatron.training.checkpoint import run_state
+from grpo_megatron.types import UNFINISHED
 from tests import worlds
 from tests.e2e import run_ranks
 from tests.e2e.test_determinism import assert_same, metrics
 from tests.runs import write_rows
 from tests.stored import metric_rows
+from tests.training.test_guards import replayed
 
 EXAMPLE = Path(__file__).parents[2] / "examples/vision/shapes.py"
 TRAINED = {"freeze_tower": False, "freeze_merger": False}
@@ -285,32 +287,38 @@ def test_every_turn_may_show_an_image(workspace: Path, tmp_path: Path, engine: s
         torch.testing.assert_close(results[1][0]["weights"][weight], tensor, rtol=0, atol=2e-5, msg=weight)
 
 
-@pytest.mark.soak
-def test_trajectories_with_images_go_on_after_a_kill(workspace: Path, tmp_path: Path) -> None:
-    """Some wait for a later step (rollout.partial). A resumed run shows them the same images at the same places."""
+def test_trajectories_with_images_resume_and_replay(workspace: Path, tmp_path: Path) -> None:
+    """Groups with images of each turn wait for a later step (rollout.partial), and are trained on again (algorithm.replay).
 
-    def run(name: str, **options: Any) -> dict[str, Any]:
-        raw = settings(workspace, tmp_path / name, trainer={"total_training_steps": 5, "save_freq": 1})
-        raw["reward"] = {}
+    A run that is resumed at step 2 gives the same samples and weights. The dumps of its updates replay.
+    """
+    turns = {"environment": "tests.e2e.environments:Pictures", "max_tool_response_length": 8, "max_assistant_turns": 5}
+    shared = {"multi_turn": turns, "partial": {"over_sample": 2.0, "max_staleness": 2}, "stop_token_ids": STOPS}
+    raws = []
+    for name in ("whole", "resumed"):
+        trainer = {"total_training_steps": 4, "save_freq": 2}
+        raw = settings(workspace, tmp_path / name, trainer=trainer, rollout=shared, reward={"function": None})
         raw["data"]["max_response_length"] = 48
-        turns = {
-            "environment": "tests.e2e.environments:Pictures",
-            "max_tool_response_length": 8,
-            "max_assistant_turns": 5,
-        }
-        partial = {"over_sample": 2.0, "max_staleness": 2}
-        raw["rollout"] |= {"stop_token_ids": STOPS, "multi_turn": turns, "partial": partial}
-        return train(raw, **options)[0]
-
-    whole = run("whole")
-    with pytest.raises(AssertionError, match="died with exit code 9"):
-        run("killed", kill_in_step=2)
-    resumed = run("killed")
-    assert resumed["first_step"] == 2
-    assert resumed["samples"] == {step: whole["samples"][step] for step in (2, 3, 4)}
+        raw["algorithm"] = {"replay": {"ratio": 0.34, "size": 4}}
+        raw["guards"] = {"grad_norm": {"high": 1e-9}}  # warns, and dumps the update
+        raws.append({**raw, "resumed": 2} if name == "resumed" else raw)
+    [[whole, resumed]] = worlds.run(run_ranks.train_and_resume, 1, raws=raws)
+    assert resumed["samples"] == {step: whole["samples"][step] for step in (2, 3)}
     assert all(torch.equal(tensor, resumed["weights"][name]) for name, tensor in whole["weights"].items())
-    assert max(row["rollout/partial/waiting_responses"] for row in metric_rows(tmp_path / "whole")) > 0
-    assert any(len(sample[5]) > 2 for sample in whole["samples"][4])  # an image of each turn
+    rows = metric_rows(tmp_path / "whole")
+    assert rows[1]["rollout/partial/waiting_responses"] > 0 and rows[2]["train/replayed_groups"] > 0
+    state = run_state(tmp_path / "whole/checkpoints/step_000002")["collector"]
+    for groups in (state["groups"], state["inner"]["waiting"]):
+        prompts = [sample["prompt"] for group in groups for sample in group["samples"]]
+        assert any(first >= len(one["prompt_ids"]) > 0 for one in prompts for *_, first in one["images"])
+    under_way = [one for group in groups for one in group["samples"] if one["finish_reason"] == UNFINISHED]
+    assert under_way and not any(one["prompt"]["images"] for one in under_way)  # the environment shows them again
+    dumps = sorted((tmp_path / "resumed/dumps").iterdir())
+    assert len(dumps) > 1
+    for code, text in replayed(1, dumps=dumps[:2])[0]:
+        assert code == 0, text
+        _, _, difference = next(map(float, line.split()[1:]) for line in text.splitlines() if "grad_norm  " in line)
+        assert abs(difference) < 1e-4, text
 
 
 FILE = {"source": "file", "adv_estimator": "constant"}

@@ -6,6 +6,7 @@ of its turns is in one row, behind exactly what it has read; and a row goes on w
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -20,7 +21,7 @@ from grpo_megatron.environments.environment import Outcome, Step, TurnRequest
 from grpo_megatron.rollout.engine import FULL, Completion, Request
 from grpo_megatron.sampling.multi_turn import EnvironmentAnswers, Trajectory, TrajectoryLimits, play
 from tests.fakes import LoneMesh
-from tests.files import QWEN_SMALL
+from tests.files import QWEN_SMALL, WHOLE
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates" / "real"
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}
@@ -35,13 +36,19 @@ FAMILIES = {  # the tokens that end a turn, and whether the prompt has written <
     "deepseekv3": (DEEPSEEK, ""),
     "deepseek_r1_distill": (DEEPSEEK, ""),
 }
+VOCABULARIES = {"qwen2_5": "qwen", "qwen3": "qwen", "qwen3_5_think": "qwen3_5", "glm4moe": "glm"}
+VOCABULARIES |= {"deepseekv3": "deepseek", "deepseek_r1_distill": "deepseek"}
 MARKS = ["<|im_start|>", "<|endoftext|>", "<|assistant|>", "<|system|>", "[gMASK]", "<sop>"]
 MARKS += ["<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"]
 
 
+@functools.cache
 def tokenizer_of(family: str) -> Any:
+    """The family's own tokenizer where GRPO_TEST_DATA (tests/files.py) has it as tokenizers/VOCABULARY/tokenizer.json."""
     ends, _ = FAMILIES[family]
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(QWEN_SMALL), eos_token=ends[0])
+    whole = WHOLE / "tokenizers" / VOCABULARIES.get(family, "") / "tokenizer.json"
+    file = whole if whole.is_file() else QWEN_SMALL
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=ends[0])
     tokenizer.add_tokens([*ends, *MARKS], special_tokens=True)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
     tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
