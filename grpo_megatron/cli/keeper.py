@@ -48,9 +48,14 @@ def keep_rank() -> None:
 
 def _wait(pid: int, folder: Path, number: int) -> int:
     """Waits for the end of the rank: its exit code, or -signal. Announces the next incarnation if it was lost."""
-    ending: list[int] = []
-    signal.signal(signal.SIGTERM, lambda name, frame: (ending.append(name), os.kill(pid, name)))
-    stopped_since = None
+    ending, stopped_since = False, None
+
+    def pass_on(name: int, frame: object) -> None:
+        nonlocal ending
+        ending = True
+        os.kill(pid, name)
+
+    signal.signal(signal.SIGTERM, pass_on)
     while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
         stopped_since = (stopped_since or time.monotonic()) if is_stopped(pid) else None
         if _newest(folder) > number or (stopped_since and time.monotonic() - stopped_since > STOPPED_S):
@@ -80,6 +85,7 @@ def _has_reported_loss() -> bool:
 def _end_as(code: int) -> None:
     """Ends this process as its rank has ended."""
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)

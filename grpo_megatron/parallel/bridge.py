@@ -32,7 +32,7 @@ LOOK_S = 0.05
 PATIENCE = datetime.timedelta(days=365)
 
 
-class RunOver(Exception):  # noqa: N818 - no error
+class RunOver(Exception):
     """In a rank that replaces another one: the run has ended without it."""
 
 
@@ -60,9 +60,11 @@ class Bridge:
                 raise RunOver
             time.sleep(LOOK_S)
         store, size = PrefixStore(str(incarnation), self._store), self.size
-        self.group: Any = dist.ProcessGroupGloo(store, self.rank, size, self._timeout)
-        num_gpus = torch.tensor([int(self._device.type != "cpu")])
-        self.group.allreduce([num_gpus]).wait()
+        gloo: Any = dist.ProcessGroupGloo(store, self.rank, size, self._timeout)
+        self.group = gloo
+        on_gpu = torch.tensor([int(self._device.type != "cpu")])
+        self.group.allreduce([on_gpu]).wait()
+        num_gpus = int(on_gpu)
         self.is_mixed = 0 < num_gpus < size  # not all ranks have a GPU
         self._on_gpus: list[Any] = []  # NCCL's groups, for messages between nodes and within one
         if num_gpus < size:

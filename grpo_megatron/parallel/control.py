@@ -288,7 +288,11 @@ def join_default_group(backend: str, timeout: datetime.timedelta, num_rollout_ra
         dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         return None
     training = world_size - num_rollout_ranks
-    name, first, size = ("train", 0, training) if rank < training else (f"rollout{env.get(INCARNATION, '')}", training, num_rollout_ranks)
+    name, first, size = (
+        ("train", 0, training)
+        if rank < training
+        else (f"rollout{env.get(INCARNATION, '')}", training, num_rollout_ranks)
+    )
     role = PrefixStore(name, store)
     dist.init_process_group(backend, timeout=timeout, store=role, rank=rank - first, world_size=size)
     return PrefixStore("bridge", store)

@@ -387,9 +387,11 @@ def host_parts(config: Config, arch: Architecture, world_size: int, memory: Stag
         parts["offloaded weights"] += memory.reference + sum(memory.frozen_rewards) + sum(memory.teacher_weights)
     if config.critic.offload:
         parts["offloaded weights"] += memory.critic_weights
+    saved = memory.weights if config.actor.lora.rank is None else memory.trained
+    if config.replaces_rollout_ranks and (lag := config.rollout.lag):
+        parts["weights of earlier steps"] = float(saved * (lag + 2))  # what lost rollout ranks may sample with again
     if config.trainer.save_freq > 0 or config.trainer.healing.is_mirrored:
         replicas = world_size // (megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size)
-        saved = memory.weights if config.actor.lora.rank is None else memory.trained
         weights = {"policy": saved, "reward model": learning_weights, "critic": memory.critic_trained}
         per_state = 1 + (4 / 8 if itemsize == 4 else 0)  # a float32 model's weights are stored as Adam's, too
         copies = [weights[name] / replicas + adam[name] * per_state for name in adam]

@@ -244,7 +244,7 @@ class RolloutRanks(StepsAhead):
             print(f"healing: {what}", flush=True)
             add_event(folder, "lost", self._next, what, who="rollout ranks", layout="unchanged")
         while True:
-            newest = self.mesh.broadcast(self.bridge.successor() if is_first else None)
+            newest = self.mesh.broadcast(self.bridge.successor() if is_first else 0)
             if all(self.mesh.all_gather(self._meets(newest))):
                 break
         self.weight_sync = build_weight_sync(
@@ -278,9 +278,12 @@ class RolloutRanks(StepsAhead):
     @contextlib.contextmanager
     def _weights_of(self, version: int) -> Iterator[None]:
         """The policy has the weights of a version that owes answers, for the block."""
+        if (kept := self._kept.get(version)) is None:
+            yield
+            return
         with self.policy.readable_weights(), torch.no_grad():
             now = self._copies()
-            for parameter, value in zip(self._trained(), self._kept.get(version, now), strict=True):
+            for parameter, value in zip(self._trained(), kept, strict=True):
                 parameter.copy_(value)
             yield
             for parameter, value in zip(self._trained(), now, strict=True):

@@ -252,7 +252,7 @@ def test_ranks_that_train_go_on_while_lost_ones_that_sample_are_replaced(
         losses.append({"point": point, "count": count, "rank": 1, "action": action, "once": once, **after})
     out, err = run("healed", healing={"layouts": "auto"})
     assert out.count("healing: lost the connection to rollout rank 0 (rank 1 of the run)") == len(losses), out
-    assert "resumed from" not in out and not err, err
+    assert "resumed from" not in out and (not err or faults[-1][-1] == "cut network"), err  # of which gloo dies
     run("undisturbed")
     healed, undisturbed = tmp_path / "healed", tmp_path / "undisturbed"
     names = (*TIMES, "sync/bytes_received")

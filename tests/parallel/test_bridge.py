@@ -64,7 +64,7 @@ def joined(monkeypatch: pytest.MonkeyPatch, device: str, others: int) -> Bridge:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     timeout = datetime.timedelta(seconds=1)
-    return Bridge.join(HashStore(), torch.device(device), timeout, 2)
+    return Bridge(HashStore(), torch.device(device), timeout, 2)
 
 
 @pytest.mark.parametrize(
