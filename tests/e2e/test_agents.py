@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +25,20 @@ from tests.stored import metric_rows
 
 
 def prepared(
-    tmp_path: Path, example: str, data: str, shown: int, guessed: int, steps: int, **more: Any
+    tmp_path: Path, example: str, data: str, shown: int, guessed: int, steps: int, harness: str = "", **more: Any
 ) -> dict[str, Any]:
-    """The config of an example: a warm-up of the first `shown` steps, then the last `guessed`; `steps` of GRPO on one rank."""
+    """The config of an example: a warm-up of the first `shown` steps, then the last `guessed`; `steps` of GRPO on one rank.
+
+    `harness`: the warm-up's dialogues are as they are there.
+    """
     folder = tmp_path / "data"
     if (agents := str(ROOT / "examples/agents")) not in sys.path:
         sys.path.append(agents)  # ranks and workers get it, and look for the agents there
     assert main.main(["prepare", data, str(folder)]) == 0
-    tokenizer = ["--tokenizer", str(folder / "tokenizer")]
-    assert main.main(["prepare", "model", "--preset", "quickstart", str(tmp_path / "model"), *tokenizer]) == 0
+    if harness:
+        write_dialogues(folder, harness)
+    options = ["--tokenizer", str(folder / "tokenizer"), "--set", "max_position_embeddings=512"]
+    assert main.main(["prepare", "model", "--preset", "quickstart", str(tmp_path / "model"), *options]) == 0
     lines = (folder / "sft.jsonl").read_text().splitlines(keepends=True)
     size = ROWS_PER_STEP
     (folder / "sft.jsonl").write_text("".join(lines[: shown * size] + lines[len(lines) - guessed * size :]))
@@ -70,12 +78,83 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path, example: str, metr
     assert all(row["training/rollout_logp_diff_mean"] < 1e-6 for row in steps)
 
 
-def trained_with_the_sdk(tmp_path: Path, *warm_up: int, steps: int, **more: Any) -> list[dict[str, Any]]:
-    """Trains the example of OpenAI's Agents SDK. Every turn in a row is what the engine was given and gave, id for id."""
-    pytest.importorskip("agents", reason='pip install "openai-agents>=0.24,<0.25"')
+SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+QWEN_CONTEXT = """<system-reminder>
+No skills are currently available. Skills can be added by creating directories with SKILL.md files or by configuring MCP servers \
+with model-invocable prompts.
+</system-reminder><system-reminder>
+This is the Qwen Code. We are setting up the context for our chat.
+Today's date is {date}.
+My operating system is: linux
+I'm currently working in the directory: /tmp/qwen_code
+Here is the folder structure of the current working directories:
+
+Showing up to 20 items:
+
+/tmp/qwen_code/
+</system-reminder><system-reminder>
+The current date is: {date}. Note: This is the authoritative current date, it may differ from the "Today's date" mentioned \
+earlier in the conversation startup context.
+</system-reminder>"""
+QWEN_OUTPUT = """Command: {}
+Directory: (root)
+Output: {}
+Error: (none)
+Exit Code: 0
+Signal: (none)
+Process Group PGID: (none)"""
+WORDS = {"mini_swe_agent": ("<unused0>", SUBMIT), "qwen_code": ("bash", "run_shell_command")}  # a token, and its text
+
+
+def write_dialogues(folder: Path, harness: str) -> None:
+    """Rewrites the rows of `prepare shell` as the harness's requests have them, and gives the tokenizer its word."""
+    for file in (folder / "tokenizer").iterdir():
+        file.write_text(file.read_text().replace(*map(json.dumps, WORDS[harness])))
+    rows = [json.loads(line)["messages"] for line in (folder / "sft.jsonl").read_text().splitlines()]
+    turns = {"mini_swe_agent": mini_swe_agent_turns, "qwen_code": qwen_code_turns}[harness]
+    system = {"role": "system", "content": "You use bash."}
+    written = [json.dumps({"messages": [system, *turns(messages)]}) + "\n" for messages in rows]
+    (folder / "sft.jsonl").write_text("".join(written))
+
+
+def mini_swe_agent_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Its last turn submits, instead of an answer."""
+    call = {"name": "bash", "arguments": {"command": f"echo {SUBMIT}"}}
+    last = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
+    return iter([*messages[:-1], last])
+
+
+def qwen_code_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """It tells the model about the folder, and about the command whose output it shows."""
+    context = QWEN_CONTEXT.format(date=time.strftime("%A, %B %d, %Y"))
+    command = ""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["function"]["name"] = "run_shell_command"
+            command = call["function"]["arguments"]["command"]
+        texts = {"user": context + str(message["content"])}
+        texts["tool"] = QWEN_OUTPUT.format(command, message["content"] or "(empty)")
+        yield message | {"content": texts.get(message["role"], message["content"])}
+
+
+def trained_in_a_harness(
+    tmp_path: Path, *warm_up: int, steps: int, harness: str = "", **more: Any
+) -> list[dict[str, Any]]:
+    """Trains the example of OpenAI's Agents SDK, or of another harness. Every turn in a row is what the engine was given and
+    gave, id for id.
+    """
+    if harness == "qwen_code":
+        if shutil.which("qwen") is None:
+            pytest.skip("there is no program qwen; npm install @qwen-code/qwen-code, and put its folder on PATH")
+    elif harness:
+        pytest.importorskip("minisweagent", reason='pip install "mini-swe-agent>=2.4,<3"')
+    else:
+        pytest.importorskip("agents", reason='pip install "openai-agents>=0.24,<0.25"')
     if problem := walls_problem():
         pytest.skip(f"no local sandboxes here: {problem}")
-    raw = prepared(tmp_path, "agents_sdk", "shell", *warm_up, steps, **more)
+    raw = prepared(tmp_path, "agents_sdk", "shell", *warm_up, steps, harness, **more)
+    if harness:
+        raw["rollout"]["multi_turn"]["kwargs"]["command"] = [f"{harness}:main"]
     [result] = worlds.run(run_ranks.train, 1, raw=raw, keep_weights=False)
     drawn = []
     for samples in run_ranks.all_samples([result]).values():
@@ -85,23 +164,55 @@ def trained_with_the_sdk(tmp_path: Path, *warm_up: int, steps: int, **more: Any)
                 assert mask[start:end] == [int(kind == "assistant")] * (end - start)
                 if kind == "assistant":
                     drawn.append(((*prompt, *response[:start]), tuple(response[start:end])))
-    assert sorted(drawn) == sorted(result["log"])
+    if raw["trainer"]["test_freq"] < 0:  # the log would have those of validation, too
+        assert sorted(drawn) == sorted(result["log"])
+    else:
+        assert set(drawn) <= set(result["log"])
     return metric_rows(tmp_path / "run")
 
 
 def test_rows_of_the_agents_sdk_are_the_engines_log(tmp_path: Path) -> None:
     """A warm-up of 40 steps without guesses, so that the SDK's tool is called; 2 steps of 2 x 4 trajectories."""
     few = {"rollout__engine": "transformers", "data__train_batch_size": 2, "rollout__n": 4}
-    for row in trained_with_the_sdk(tmp_path, 40, 0, steps=2, **few):
+    for row in trained_in_a_harness(tmp_path, 40, 0, steps=2, **few):
         assert row["trajectory/turns/mean"] > 1.5 and row["training/rollout_logp_diff_max"] < 1e-5, row
 
 
 @pytest.mark.soak  # 11 minutes on two busy cores
 def test_a_model_learns_with_the_agents_sdk(tmp_path: Path) -> None:
     """The whole example on one rank: by hand on two, the reward went from 0.03 to 0.91."""
-    rows = trained_with_the_sdk(tmp_path, SHELL_STEPS, 40, steps=30, actor__optim__lr=2e-4)
+    rows = trained_in_a_harness(tmp_path, SHELL_STEPS, 40, steps=30, actor__optim__lr=2e-4)
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
     assert len(rewards) == 30 and sum(rewards[:5]) < 1.5 and sum(rewards[-5:]) > 2.5, rewards
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("harness", "prompts", "n", "validated", "more"),
+    [
+        ("mini_swe_agent", 4, 6, 60, {}),
+        (
+            "qwen_code",
+            *(3, 4, 24),
+            {
+                "data__max_prompt_length": 192,
+                "data__max_response_length": 192,
+                "rollout__multi_turn__max_tool_response_length": 48,
+                "rollout__multi_turn__memory_gib": 256,  # node reserves addresses
+            },
+        ),
+    ],
+)
+def test_a_model_learns_in_a_harness(
+    tmp_path: Path, harness: str, prompts: int, n: int, validated: int, more: dict[str, Any]
+) -> None:
+    """30 steps of GRPO, whose environment is the harness as it is; held-out folders before, and after each ten steps."""
+    options = {"rollout__engine": "transformers", "data__train_batch_size": prompts, "rollout__n": n, **more}
+    options |= {"trainer__test_freq": 10, "trainer__val_before_train": "true", "data__val_max_samples": validated}
+    rows = trained_in_a_harness(tmp_path, 136, 24, steps=30, harness=harness, **options)
+    rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
+    assert len(rewards) == 30 and sum(rewards[-5:]) > max(2.5, sum(rewards[:5]) + 1), rewards
 
 
 def test_the_plan_of_the_real_model(
