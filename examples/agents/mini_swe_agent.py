@@ -1,7 +1,8 @@
 """mini-swe-agent, unmodified, in the sandbox of a task folder: it ends when its model submits.
 
 It is an extra: `pip install "mini-swe-agent>=2.4,<3"` in the run's Python. What stands at this module's top is imported once
-per worker; `main` runs in a fork for each trajectory. docs/agents.md says how a tiny model was trained with it.
+per worker; `main` runs in a fork for each trajectory. It needs `branches: samples`: an answer without a call is left out of its
+next request.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from typing import Any
 
 os.environ |= {"MSWEA_SILENT_STARTUP": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network
+os.environ["MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT"] = "1"  # a refused request is refused again, after minutes
 
 import litellm
 from minisweagent.agents.default import DefaultAgent
