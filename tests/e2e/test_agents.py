@@ -191,10 +191,10 @@ def test_a_model_learns_with_the_agents_sdk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harness", "shown", "prompts", "n", "validated", "more"),
     [
-        ("mini_swe_agent", 136, 4, 6, 60, {}),
+        ("mini_swe_agent", 200, 4, 6, 60, {}),
         (
             "qwen_code",
-            *(300, 3, 4, 24),  # its dialogues are longer, and each start is 2 s of a processor
+            *(200, 3, 4, 24),  # its dialogues are longer, and each start is 2 s of a processor
             {
                 "data__max_prompt_length": 192,
                 "data__max_response_length": 192,
@@ -210,7 +210,7 @@ def test_a_model_learns_in_a_harness(
     """30 steps of GRPO, whose environment is the harness as it is; held-out folders before, and after each ten steps."""
     options = {"rollout__engine": "transformers", "data__train_batch_size": prompts, "rollout__n": n, **more}
     options |= {"trainer__test_freq": 10, "trainer__val_before_train": "true", "data__val_max_samples": validated}
-    rows = trained_in_a_harness(tmp_path, shown, 24, steps=30, harness=harness, **options)
+    rows = trained_in_a_harness(tmp_path, shown, 8, steps=30, harness=harness, **options)
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
     assert len(rewards) == 30 and sum(rewards[-5:]) > max(2.5, sum(rewards[:5]) + 1), rewards
 
