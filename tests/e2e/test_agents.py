@@ -154,8 +154,11 @@ def trained_in_a_harness(
         pytest.skip(f"no local sandboxes here: {problem}")
     raw = prepared(tmp_path, "agents_sdk", "shell", *warm_up, steps, harness, **more)
     if harness:
-        raw["rollout"]["multi_turn"]["kwargs"] |= {"command": [f"{harness}:main"], "branches": "samples"}
-    [result] = worlds.run(run_ranks.train, 1, raw=raw, keep_weights=False)
+        raw["rollout"]["multi_turn"]["kwargs"] |= {
+            "command": [f"tests.environments.others.{harness}:main"],
+            "branches": "samples",
+        }
+    [result] = worlds.run(run_ranks.train, 1, timeout_s=3400.0, raw=raw, keep_weights=False)
     drawn = []
     for samples in run_ranks.all_samples([result]).values():
         for _, _, prompt, response, mask, _, turns, status, *_ in samples:
@@ -212,7 +215,9 @@ def test_a_model_learns_in_a_harness(
     options |= {"trainer__test_freq": 10, "trainer__val_before_train": "true", "data__val_max_samples": validated}
     rows = trained_in_a_harness(tmp_path, shown, 8, steps=30, harness=harness, **options)
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
-    assert len(rewards) == 30 and sum(rewards[-5:]) > max(2.5, sum(rewards[:5]) + 1), rewards
+    solved = [row["val-core/folders/reward/mean@1"] for row in rows if "val-core/folders/reward/mean@1" in row]
+    assert len(rewards) == 30 and sum(rewards[-5:]) > max(2.5, 5 * rewards[0] + 1), rewards
+    assert len(solved) == 4 and solved[0] < 0.5 and solved[-1] > solved[0] + 0.3, solved
 
 
 def test_the_plan_of_the_real_model(
