@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +33,7 @@ def prepared(
         sys.path.append(agents)  # ranks and workers get it, and look for the agents there
     assert main.main(["prepare", data, str(folder)]) == 0
     if harness:
-        write_dialogues(folder, harness)
+        write_dialogues(folder)
     options = ["--tokenizer", str(folder / "tokenizer"), "--set", "max_position_embeddings=512"]
     assert main.main(["prepare", "model", "--preset", "quickstart", str(tmp_path / "model"), *options]) == 0
     lines = (folder / "sft.jsonl").read_text().splitlines(keepends=True)
@@ -79,62 +76,18 @@ def test_the_calculators_share_of_calls_rises(tmp_path: Path, example: str, metr
 
 
 SUBMIT = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-QWEN_CONTEXT = """<system-reminder>
-No skills are currently available. Skills can be added by creating directories with SKILL.md files or by configuring MCP servers \
-with model-invocable prompts.
-</system-reminder><system-reminder>
-This is the Qwen Code. We are setting up the context for our chat.
-Today's date is {date}.
-My operating system is: linux
-I'm currently working in the directory: /tmp/qwen_code
-Here is the folder structure of the current working directories:
-
-Showing up to 20 items:
-
-/tmp/qwen_code/
-</system-reminder><system-reminder>
-The current date is: {date}. Note: This is the authoritative current date, it may differ from the "Today's date" mentioned \
-earlier in the conversation startup context.
-</system-reminder>"""
-QWEN_OUTPUT = """Command: {}
-Directory: (root)
-Output: {}
-Error: (none)
-Exit Code: 0
-Signal: (none)
-Process Group PGID: (none)"""
-WORDS = {"mini_swe_agent": ("<unused0>", SUBMIT), "qwen_code": ("bash", "run_shell_command")}  # a token, and its text
 
 
-def write_dialogues(folder: Path, harness: str) -> None:
-    """Rewrites the rows of `prepare shell` as the harness's requests have them, and gives the tokenizer its word."""
+def write_dialogues(folder: Path) -> None:
+    """Rewrites the rows of `prepare shell` as mini-swe-agent's requests have them: the last turn submits. Adds a token for it."""
     for file in (folder / "tokenizer").iterdir():
-        file.write_text(file.read_text().replace(*map(json.dumps, WORDS[harness])))
-    rows = [json.loads(line)["messages"] for line in (folder / "sft.jsonl").read_text().splitlines()]
-    turns = {"mini_swe_agent": mini_swe_agent_turns, "qwen_code": qwen_code_turns}[harness]
-    system = {"role": "system", "content": "You use bash."}
-    written = [json.dumps({"messages": [system, *turns(messages)]}) + "\n" for messages in rows]
-    (folder / "sft.jsonl").write_text("".join(written))
-
-
-def mini_swe_agent_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Its last turn submits, instead of an answer."""
+        file.write_text(file.read_text().replace('"<unused0>"', json.dumps(SUBMIT)))
     call = {"name": "bash", "arguments": {"command": f"echo {SUBMIT}"}}
     last = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]}
-    return iter([*messages[:-1], last])
-
-
-def qwen_code_turns(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """It tells the model about the folder, and about the command whose output it shows."""
-    context = QWEN_CONTEXT.format(date=time.strftime("%A, %B %d, %Y"))
-    command = ""
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["function"]["name"] = "run_shell_command"
-            command = call["function"]["arguments"]["command"]
-        texts = {"user": context + str(message["content"])}
-        texts["tool"] = QWEN_OUTPUT.format(command, message["content"] or "(empty)")
-        yield message | {"content": texts.get(message["role"], message["content"])}
+    system = {"role": "system", "content": "You use bash."}
+    rows = [json.loads(line)["messages"] for line in (folder / "sft.jsonl").read_text().splitlines()]
+    written = [json.dumps({"messages": [system, *messages[:-1], last]}) + "\n" for messages in rows]
+    (folder / "sft.jsonl").write_text("".join(written))
 
 
 def trained_in_a_harness(
@@ -143,10 +96,7 @@ def trained_in_a_harness(
     """Trains the example of OpenAI's Agents SDK, or of another harness. Every turn in a row is what the engine was given and
     gave, id for id.
     """
-    if harness == "qwen_code":
-        if shutil.which("qwen") is None:
-            pytest.skip("there is no program qwen; npm install @qwen-code/qwen-code, and put its folder on PATH")
-    elif harness:
+    if harness:
         pytest.importorskip("minisweagent", reason='pip install "mini-swe-agent>=2.4,<3"')
     else:
         pytest.importorskip("agents", reason='pip install "openai-agents>=0.24,<0.25"')
@@ -189,31 +139,13 @@ def test_a_model_learns_with_the_agents_sdk(tmp_path: Path) -> None:
     assert len(rewards) == 30 and sum(rewards[:5]) < 1.5 and sum(rewards[-5:]) > 2.5, rewards
 
 
-@pytest.mark.soak
+@pytest.mark.soak  # 13 minutes on two busy cores
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(
-    ("harness", "shown", "prompts", "n", "validated", "more"),
-    [
-        ("mini_swe_agent", 200, 4, 6, 60, {}),
-        (
-            "qwen_code",
-            *(200, 3, 4, 24),  # its dialogues are longer, and each start is 2 s of a processor
-            {
-                "data__max_prompt_length": 192,
-                "data__max_response_length": 192,
-                "rollout__multi_turn__max_tool_response_length": 48,
-                "rollout__multi_turn__memory_gib": 256,  # node reserves addresses
-            },
-        ),
-    ],
-)
-def test_a_model_learns_in_a_harness(
-    tmp_path: Path, harness: str, shown: int, prompts: int, n: int, validated: int, more: dict[str, Any]
-) -> None:
+def test_a_model_learns_with_mini_swe_agent(tmp_path: Path) -> None:
     """30 steps of GRPO, whose environment is the harness as it is; held-out folders before, and after each ten steps."""
-    options = {"rollout__engine": "transformers", "data__train_batch_size": prompts, "rollout__n": n, **more}
-    options |= {"trainer__test_freq": 10, "trainer__val_before_train": "true", "data__val_max_samples": validated}
-    rows = trained_in_a_harness(tmp_path, shown, 8, steps=30, harness=harness, **options)
+    options: dict[str, Any] = {"rollout__engine": "transformers", "data__train_batch_size": 4, "rollout__n": 6}
+    options |= {"trainer__test_freq": 10, "trainer__val_before_train": "true", "data__val_max_samples": 60}
+    rows = trained_in_a_harness(tmp_path, 200, 8, steps=30, harness="mini_swe_agent", **options)
     rewards = [row["critic/rewards/mean"] for row in rows if "critic/rewards/mean" in row]
     solved = [row["val-core/folders/reward/mean@1"] for row in rows if "val-core/folders/reward/mean@1" in row]
     assert len(rewards) == 30 and sum(rewards[-5:]) > max(2.5, 5 * rewards[0] + 1), rewards
