@@ -2,7 +2,7 @@
 
 The agent ends all ranks when one of them ends. So its process only waits, and the rank is a fork of it. When a rank that
 samples is lost, all of them end, and start again as the next *incarnation* of their role; training/roles.py connects to it.
-Keepers agree by files in the launcher's folder: of one machine. After MAX_LOSSES a loss is the launcher's (cli/healing.py).
+Keepers agree by files in the launcher's folder: of one machine. After MAX_INCARNATIONS a loss is the launcher's (cli/healing.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from grpo_megatron.parallel.control import INCARNATION
 from grpo_megatron.parallel.heartbeat import is_stopped
 from grpo_megatron.processes.process import die_with_parent
 
-MAX_LOSSES = 3
-LOOK_S = 0.05
+MAX_INCARNATIONS = 3
+WAIT_S = 0.05
 STOPPED_S = 5.0  # after which a stopped rank (SIGSTOP) is lost
 PATIENCE_S = 2.0  # for another keeper to say that its rank was lost, which this one's rank has failed of
 FOR_THE_RANK = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # a terminal sends them to the keeper, too
@@ -60,15 +60,15 @@ def _wait(pid: int, folder: Path, number: int) -> int:
         stopped_since = (stopped_since or time.monotonic()) if is_stopped(pid) else None
         if _newest(folder) > number or (stopped_since and time.monotonic() - stopped_since > STOPPED_S):
             os.kill(pid, signal.SIGKILL)
-        time.sleep(LOOK_S)
+        time.sleep(WAIT_S)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(ended[1])
-    if code and not ending and number < MAX_LOSSES:
+    if code and not ending and number < MAX_INCARNATIONS:
         if code < 0 or _has_reported_loss():
             (folder / f"rollout_{number + 1}").touch()
         until = time.monotonic() + PATIENCE_S
         while _newest(folder) == number and time.monotonic() < until:
-            time.sleep(LOOK_S)
+            time.sleep(WAIT_S)
     return code
 
 

@@ -18,14 +18,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from grpo_megatron.data.rows import TASK_FILES, Question, missing_field, text_field
 from grpo_megatron.untrusted import ReadError, parse_yaml, read_text, reason_of, shown
+
+if TYPE_CHECKING:  # not at the start of each command of an agent's sandbox: it imports all of the config
+    from grpo_megatron.data.rows import Question
 
 MAX_TEXT = 1 << 20  # bytes of a file that is read here
 CANARY = re.compile(r"\s*(<!--.*canary.*-->|#.*canary.*)\n", re.IGNORECASE)  # marks of benchmarks, at the beginning
-HARBOR, TERMINAL_BENCH = TASK_FILES
+HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"  # data/rows.py: TASK_FILES
 REWARDS = "/logs/verifier"
 MEMORY_SIZE = re.compile(r"(\d+(?:\.\d+)?)([GMK])", re.IGNORECASE)
 IMAGE_FIELDS = ("image_name", "docker_image")  # `image` is a picture (data/images.py)
@@ -63,6 +65,8 @@ def read_row(row: dict[str, Any]) -> tuple[Question, str]:
 
 def task_of_row(row: Mapping[str, Any]) -> FolderTask:
     """Reads the task of a row. Raises ValueError."""
+    from grpo_megatron.data.rows import missing_field, text_field
+
     if "folder" in row:
         return read_folder(Path(text_field(dict(row), "folder")))
     if "problem_statement" in row:
@@ -155,6 +159,8 @@ def _terminal_bench(folder: Path) -> FolderTask:
 
 
 def _swe(row: dict[str, Any]) -> FolderTask:
+    from grpo_megatron.data.rows import missing_field, text_field
+
     name = str(row.get("instance_id", "row"))
     image = next((str(row[key]) for key in IMAGE_FIELDS if row.get(key)), None)
     if image is None:

@@ -324,3 +324,9 @@ def test_a_sandbox_that_cannot_start_says_so(sandbox: LocalSandbox, monkeypatch:
     with pytest.raises(ValueError, match="cannot isolate programs on this machine.*unprivileged_userns_clone"):
         LocalSandbox.prepare(LIMITS)
     walls_problem.cache_clear()
+
+
+def test_a_command_of_an_agent_does_not_import_the_config() -> None:
+    """Each command of an agent that is a program starts a Python: 0.12 s of a processor, and 0.56 s with the config."""
+    code = "import sys, grpo_megatron.environments.sandboxes.local; assert 'pydantic' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from grpo_megatron.data.folders import FolderTask, read_folder
-from grpo_megatron.data.rows import task_folders
 from grpo_megatron.environments.sandboxes.backend import (
     CommandResult,
     Sandbox,
@@ -48,6 +47,8 @@ class DockerSandbox(Sandbox):
     @classmethod
     def prepare(cls, limits: SandboxLimits, **options: Any) -> None:
         """See Sandbox."""
+        from grpo_megatron.data.rows import task_folders
+
         cls._check_engine()
         containers = cls._call("ps", "-a", "-q", "--no-trunc", "--filter", f"label={LABEL}").split()
         for container in containers:
