@@ -229,7 +229,8 @@ def test_a_node_that_returns_is_taken_at_the_next_step_and_one_that_leaves_is_le
 ) -> None:
     first, second, third = launchers = start(0, 1, 2)
     running(launchers)
-    third.request("SIGUSR1")
+    third._leave = third.folder / "leave_node3"  # these three have one address
+    third._leave.touch()
     for now in (3.0, 6.0):
         look(now, third, first, second)
     stop = first.folder / "ranks_0" / STOP_NAME
