@@ -473,6 +473,30 @@ def test_a_node_dies_and_the_others_go_on_from_its_pieces_in_memory_with_the_bit
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_of_two_roles_dies_and_a_spare_takes_its_place(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    lost: int,
+) -> None:
+    """Node 0 trains, node 1 samples. What node 0 had in memory is lost with it, and read from a checkpoint."""
+    raw = exact_run(root, tmp_path / "healed", 1, nnodes=2, healing=HEALING | {"spares": 1}, save_freq=(1, 100)[lost])
+    raw["rollout"] |= {"placement": "separate", "num_nodes": 1}
+    point = ("update_actor", "gen")[lost]
+    fault = {"point": point, "count": 3, "rank": lost, "action": "kill all", "once": str(tmp_path / "lost")}
+    with Nodes(raw, tmp_path, 3, SOAK_FAULT=json.dumps(fault)) as run:
+        assert run.launchers[lost].wait(300) == -signal.SIGKILL, run.text(lost)
+        for node in {0, 1, 2} - {lost}:
+            assert run.launchers[node].wait(300) == 0, run.text(node)
+        out = run.text(1 - lost) + run.text(2)
+    assert f"resumed from {MEMORY_FOLDER if lost else raw['trainer']['output_dir']}" in out, out
+    assert f"healing: lost node {lost} after 2 steps, with 2 ranks; goes on with 2, in the layout of the config" in out
+    raw["trainer"]["n_gpus_per_node"] = 2
+    raw["rollout"] |= {"num_nodes": None, "num_ranks": 1}
+    same_as_undisturbed(tmp_path, raw)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("half", [0, 1])
 def test_a_node_that_was_cut_off_finds_another_epoch_and_joins_it_at_the_next_step(
