@@ -30,7 +30,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
 from grpo_megatron.storage.files import EPOCH, epoch_file, newest_epoch, write_file
 from grpo_megatron.storage.pieces import DOORS, PieceServer
-from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
+from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH, is_done
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -90,6 +90,7 @@ class NodeHealer(Healer):
 
     def __init__(self, config: Config, healing: Healing, node: int) -> None:
         self.node, self.healing, self.per_node = node, healing, config.trainer.n_gpus_per_node
+        self.trainer = config.trainer
         self.expected = config.trainer.nnodes + config.trainer.healing.spares
         self.timeout_s = config.trainer.healing.node_timeout_s
         self.folder = (config.trainer.output_dir / FOLDER).absolute()
@@ -359,7 +360,10 @@ class NodeHealer(Healer):
             self._end("a node was lost" if gone else "ranks of another node have ended")
 
     def _begin(self, now: float) -> None:
-        """Makes the first epoch, once all nodes are there."""
+        """Makes the first epoch, once all nodes are there. This launcher may have been started at the end of the run."""
+        if is_done(self.trainer):
+            self._give(0)
+            return
         alive = self._alive(now)
         if (len(alive) < self.expected and now < START_S) or self.node not in alive:
             return

@@ -38,7 +38,7 @@ from grpo_megatron.storage.files import (
     publish_folder,
 )
 from grpo_megatron.storage.run_files import read_events
-from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
+from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH, OUTCOME
 from tests.cli.test_healing import exact_run, root  # noqa: F401 - a fixture
 from tests.soak.soak import ROOT
 from tests.stored import TIMES, rows_without
@@ -299,6 +299,25 @@ def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., l
     assert newest_epoch(first.folder) == 2 and trains(third).world["WORLD_SIZE"] == "6"
 
 
+def test_a_launcher_that_is_started_at_the_end_of_a_run_ends(
+    start: Callable[..., list[NodeHealer]], tmp_path: Path
+) -> None:
+    """It has not seen the others live."""
+    old = start(0, 1, 2)
+    running(old)
+    for node in old:
+        ends(node, Cause(0, ""))
+    settle(LATER, *old)
+    assert [node._answer for node in old] == [0, 0, 0]
+    steps = old[0].trainer.total_training_steps
+    (tmp_path / OUTCOME).write_text(json.dumps({"state": "done", "steps_done": steps}))
+    for folder in (f"checkpoints/step_{steps:06d}", "hf"):
+        (tmp_path / folder).mkdir(parents=True)
+    (again,) = start(1)
+    settle(9.0, again)
+    assert again._answer == 0 and newest_epoch(again.folder) == 1
+
+
 def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., list[NodeHealer]]) -> None:
     """Its ranks have ended with the first one, which the others notice at once."""
     first, second, _ = launchers = start(0, 1, 2)
@@ -437,7 +456,7 @@ def same_as_undisturbed(folder: Path, healed: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "grpo_megatron", "train", str(folder / "undisturbed.yaml")]
     subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     one, other = Path(healed["trainer"]["output_dir"]), folder / "undisturbed"
-    names = (*TIMES, "global_seqlen/", "sync/")
+    names = (*TIMES, "global_seqlen/", "sync/", "rollout/prefix_cache")
     assert rows_without(one, names) == rows_without(other, names)
     assert [row["step"] for row in rows_without(one)] == list(range(raw["trainer"]["total_training_steps"]))
     name = "hf/model.safetensors"
