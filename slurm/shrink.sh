@@ -11,8 +11,10 @@ shift 2
 nodes_of_job() { scontrol show hostnames "$(squeue -h -t R -j "$job" -o %N)"; }
 for node; do
     nodes_of_job | grep -qxF "$node" || { echo "error: $node is none of the nodes of job $job, which runs" >&2; exit 2; }
-    touch "$healing/leave_$node"
+    ! scontrol -o show job "$job" | grep -q "BatchFlag=1 .*BatchHost=$node " ||
+        { echo "error: $node has the batch script, and Slurm does not take it out" >&2; exit 2; }
 done
+for node; do touch "$healing/leave_$node"; done
 for node; do
     while [ -e "$healing/leave_$node" ]; do sleep 1; done # its launcher removes it at its end
 done

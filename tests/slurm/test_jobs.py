@@ -275,6 +275,11 @@ class HealingRun(Run):
         epochs = sorted((self.out / "healing").glob("epoch_*.json"))
         return json.loads(epochs[-1].read_text())["nodes"] if epochs else []  # type: ignore[no-any-return]
 
+    def send(self, node: str, number: signal.Signals) -> None:
+        for pid in processes_of(node, self.job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def goes_on(self, steps: int, nodes: list[int]) -> None:
         self.allow(steps)
         self.after(steps)
@@ -296,8 +301,7 @@ def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:
     members, goes_on = run.members, run.goes_on
     goes_on(2, [0, 1])
     second = lab.nodes_of(run.job)[1]
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGKILL)
+    run.send(second, signal.SIGKILL)
     lab.until(lambda: members() == [0])
     began = len(list((out / "healing").glob("epoch_*")))
     goes_on(3, [0])
@@ -323,8 +327,7 @@ def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:
     goes_on(9, [0, 1])
 
     os.kill(int((lab.folder / f"run/slurmd.{second}.pid").read_text()), signal.SIGKILL)
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGKILL)
+    run.send(second, signal.SIGKILL)
     lab.slurm("scontrol", "update", f"nodename={second}", "state=down", "reason=test")
     try:
         lab.until(lambda: members() == [0])
@@ -356,16 +359,13 @@ def test_four_nodes_without_a_batch_script_give_one_back_and_lose_the_first(
     assert last not in lab.nodes_of(run.job) and not processes_of(last, run.job), run.text()
     assert [e["kind"] for e in read_events(out)] == ["started", "grown", "resumed"], run.text()
 
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGSTOP)
+    run.send(second, signal.SIGSTOP)
     run.goes_on(5, [0, 2])
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGCONT)
+    run.send(second, signal.SIGCONT)
     lab.until(lambda: (out / "healing/node_00001.json").stat().st_mtime > time.time() - 2)
 
     os.kill(int((lab.folder / f"run/slurmd.{first}.pid").read_text()), signal.SIGKILL)
-    for pid in processes_of(first, run.job):
-        os.kill(pid, signal.SIGKILL)
+    run.send(first, signal.SIGKILL)
     lab.slurm("scontrol", "update", f"nodename={first}", "state=down", "reason=test")
     try:
         run.goes_on(10, [1, 2])
