@@ -559,9 +559,9 @@ class LauncherWatch(threading.Thread):
     ) -> None:
         super().__init__(name="launcher's watch", daemon=True)
         self.output_dir, self.timeout_s, self.parent, self.num_nodes = output_dir, timeout_s, parent, num_nodes
-        self.period_s = min(MAX_PERIOD_S, timeout_s / 6)
-        self.grace_s = 2 * (self.period_s + STACKS_S)
         self.heals, self.stopped_s = heals, min(STOPPED_S, timeout_s) if heals else timeout_s
+        self.period_s = min(MAX_PERIOD_S, self.stopped_s / 2, timeout_s / 6)
+        self.grace_s = 2 * (self.period_s + STACKS_S)
         self.text, self.ended = "", dict[int, int | None]()  # why; process -> rank, None: not known
         self._known, self._over = child_pids(parent), threading.Event()
         self._stopped_s: dict[int, float] = {}
