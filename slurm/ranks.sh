@@ -28,7 +28,8 @@ fi
 if [ -n "${SLURM_JOB_ID:-}" ] && [ "$DRY_RUN" != 1 ]; then
     mapfile -t NODE_LIST < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     COMPONENTS=("$SLURM_JOB_ID")
-    PARTITIONS=$SLURM_JOB_PARTITION CPUS=${SLURM_CPUS_ON_NODE:-}
+    PARTITIONS=$SLURM_JOB_PARTITION CPUS=${SLURM_CPUS_ON_NODE:-${SLURM_JOB_CPUS_PER_NODE:-}}
+    CPUS=${CPUS%%[(,]*} # under salloc such as 96(x8)
     if [ -n "${SLURM_HET_SIZE:-}" ]; then # a heterogeneous job: the nodes of its second component only generate
         [ "$SLURM_HET_SIZE" = 2 ] && [ "$SLURM_NTASKS_PER_NODE_HET_GROUP_0" = "$SLURM_NTASKS_PER_NODE_HET_GROUP_1" ] ||
             die "$SLURM_HET_SIZE components; a job has one, or two with the same --ntasks-per-node"
@@ -129,7 +130,7 @@ on_nodes() {
             *) options+=("$option") ;;
         esac
     done
-    options+=(--ntasks="$NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 ${CPUS:+--cpus-per-task="$CPUS"})
+    options+=(--ntasks="$NODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 ${CPUS:+--cpus-per-task="$CPUS"})
     run srun "${options[@]}" "${INSIDE[@]}" bash slurm/as_rank.sh --node "${@:2}"
 }
 

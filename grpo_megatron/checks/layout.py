@@ -51,8 +51,6 @@ def healing_problems(config: Config) -> Problems:
     if not trainer.healing.is_on:
         return
     key = f"{k.trainer.healing.layouts}"
-    if config.num_rollout_ranks and trainer.nnodes > 1:
-        yield f"{key} with {k.rollout.placement} and {k.trainer.nnodes}: two roles heal on one machine only; leave it out"
     if trainer.save_freq == -1 and (trainer.nnodes > 1 or not trainer.healing.memory):
         nodes, memory = (
             f"{k.trainer.nnodes}: two nodes may be lost at once",

@@ -71,8 +71,10 @@ class Fallbacks:
         return Restart(ranks, [RESUME, size, *self._changes(layout)])
 
     def _changes(self, planned: PlannedLayout) -> Iterator[str]:
+        from grpo_megatron.planning.search import rollout_size
+
         if planned.rollout_ranks != self.config.num_rollout_ranks:
-            yield f"rollout.num_ranks={planned.rollout_ranks}"
+            yield "{}={}".format(*rollout_size(self.config, planned.rollout_ranks))
         yield from planned.layout.overrides(self.config)
 
     def lines(self) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Healing over several nodes: a launcher per node, and epochs in the output folder, which is the arbiter (docs/design.md).
 
 healing/node_00001.json     of a launcher, rewritten every SIGN_S: who and where it is, and how its ranks have ended
+healing/leave_NAME          made by the operator: the node of this address is to leave; its launcher removes it at its end
 healing/epoch_000003.json   made once, by a hard link: who trains, in which layout, where rank 0 is; or how the run ends
 
 A launcher that makes an epoch has decided, and all others follow it. Ranks of an older epoch write nothing (storage/files.py).
@@ -29,7 +30,7 @@ from grpo_megatron.config import Config, ConfigError
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
 from grpo_megatron.storage.files import EPOCH, epoch_file, newest_epoch, write_file
 from grpo_megatron.storage.pieces import DOORS, PieceServer
-from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
+from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH, is_done
 
 if TYPE_CHECKING:
     from grpo_megatron.checks.validate import Checked
@@ -89,11 +90,13 @@ class NodeHealer(Healer):
 
     def __init__(self, config: Config, healing: Healing, node: int) -> None:
         self.node, self.healing, self.per_node = node, healing, config.trainer.n_gpus_per_node
+        self.trainer = config.trainer
         self.expected = config.trainer.nnodes + config.trainer.healing.spares
         self.timeout_s = config.trainer.healing.node_timeout_s
         self.folder = (config.trainer.output_dir / FOLDER).absolute()
         self.id, self.epoch, self.leaving, self._count = uuid.uuid4().hex, 0, "", 0
         self.address = os.environ.get(NODE_ADDRESS) or socket.gethostname()
+        self._leave = self.folder / f"leave_{self.address}"
         self._door, self._store = socket.create_server(("", 0), backlog=64), socket.socket()
         self._store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # rank 0 listens there, this process does not
         self._store.bind(("", 0))
@@ -119,6 +122,7 @@ class NodeHealer(Healer):
         """Waits until this node is to train; None: the run is over."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._take_place()
+        self._leave.unlink(missing_ok=True)  # of an earlier start
         if self.memory is not None:
             self._pieces = PieceServer(self.memory)
         for run in (self._look, self._guard, self._show_life):
@@ -156,6 +160,7 @@ class NodeHealer(Healer):
         self._is_over.set()
         if self._error is not None:
             raise self._error
+        self._leave.unlink(missing_ok=True)
         self.code = answer
         return None
 
@@ -219,6 +224,8 @@ class NodeHealer(Healer):
         """Writes this launcher's state, reads that of the others, and follows or makes an epoch."""
         with self._state:
             cause = self._cause
+        if not self.leaving and self._leave.exists():
+            self.leaving = signal.SIGUSR1.name
         self._count += 1
         local = Launcher(
             *(self.id, self._count, self.address, self._door.getsockname()[1], self._store.getsockname()[1]),
@@ -353,7 +360,10 @@ class NodeHealer(Healer):
             self._end("a node was lost" if gone else "ranks of another node have ended")
 
     def _begin(self, now: float) -> None:
-        """Makes the first epoch, once all nodes are there."""
+        """Makes the first epoch, once all nodes are there. This launcher may have been started at the end of the run."""
+        if is_done(self.trainer):
+            self._give(0)
+            return
         alive = self._alive(now)
         if (len(alive) < self.expected and now < START_S) or self.node not in alive:
             return

@@ -103,7 +103,8 @@ def _train_from(options: RunOptions, argv: list[str], main: Main) -> int:
         stall_s = config.trainer.stall_timeout_s
         watch = None
         if stall_s is not None:
-            watch = functools.partial(LauncherWatch, config.trainer.output_dir, stall_s, num_nodes=num_nodes)
+            folder, heals = config.trainer.output_dir, config.trainer.healing.is_on
+            watch = functools.partial(LauncherWatch, folder, stall_s, num_nodes=num_nodes, heals=heals)
         return ranks.start_ranks(
             main,
             config.trainer.n_gpus_per_node if num_nodes > 1 else world_size,

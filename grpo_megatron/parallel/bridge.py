@@ -28,7 +28,7 @@ from grpo_megatron.parallel.control import INCARNATION, LostRank, parts_of_messa
 
 VALUES, WEIGHTS = 1, 2  # tags
 NEWEST, JOINED, OVER = "newest", "joined", "over"  # keys: the newest incarnation, that it is awaited, that none is
-RETRY_S = 0.05
+PAUSE_S = 0.05
 PATIENCE = datetime.timedelta(days=365)
 
 
@@ -58,7 +58,7 @@ class Bridge:
         while self.samples_only and incarnation and not self._store.check([f"{JOINED}{incarnation}"]):
             if self._store.check([OVER]):
                 raise RunOver
-            time.sleep(RETRY_S)
+            time.sleep(PAUSE_S)
         store, size = PrefixStore(str(incarnation), self._store), self.size
         gloo: Any = dist.ProcessGroupGloo(store, self.rank, size, self._timeout)
         self.group = gloo
@@ -84,7 +84,7 @@ class Bridge:
         while (newest := int(self._store.get(NEWEST))) <= self.incarnation:
             if time.monotonic() > until:
                 raise LostRank(f"{self.lost}, and no other has taken its place for {self._timeout.total_seconds():g} s")
-            time.sleep(RETRY_S)
+            time.sleep(PAUSE_S)
         return newest
 
     def rejoin(self, incarnation: int) -> None:

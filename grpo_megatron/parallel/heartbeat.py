@@ -541,19 +541,26 @@ class Heartbeat:
 # -- the watch of the launcher ----------------------------------------------------------------------------------------
 
 
+STOPPED_S = 5.0  # of a rank in state T (SIGSTOP), on the clock of a watch that heals
+
+
 class LauncherWatch(threading.Thread):
     """Ends ranks of this machine that no rank can find: all are stopped or hang, or their heartbeats have not begun.
 
     A context manager around the life of the ranks, which are the next children of process `parent`. After its first beat a
     rank is watched as by the ranks (`Watch`), which get the time to end it themselves and to write stacks. Before it, a rank
-    is lost that has been stopped for `timeout_s`. All are when none has a beat, and for as long none has used a processor
-    or waits for a disk; on several nodes they may wait for a rank of another one, and are not ended.
+    is lost that has been stopped for `timeout_s`; one that `heals` is lost at any time after STOPPED_S. All are when none has
+    a beat, and for `timeout_s` none has used a processor or waits for a disk; on several nodes they may wait for a rank of
+    another one, and are not ended.
     """
 
-    def __init__(self, output_dir: Path, timeout_s: float, parent: int, num_nodes: int = 1) -> None:
+    def __init__(
+        self, output_dir: Path, timeout_s: float, parent: int, num_nodes: int = 1, *, heals: bool = False
+    ) -> None:
         super().__init__(name="launcher's watch", daemon=True)
         self.output_dir, self.timeout_s, self.parent, self.num_nodes = output_dir, timeout_s, parent, num_nodes
-        self.period_s = min(MAX_PERIOD_S, timeout_s / 6)
+        self.heals, self.stopped_s = heals, min(STOPPED_S, timeout_s) if heals else timeout_s
+        self.period_s = min(MAX_PERIOD_S, self.stopped_s / 2, timeout_s / 6)
         self.grace_s = 2 * (self.period_s + STACKS_S)
         self.text, self.ended = "", dict[int, int | None]()  # why; process -> rank, None: not known
         self._known, self._over = child_pids(parent), threading.Event()
@@ -588,10 +595,11 @@ class LauncherWatch(threading.Thread):
             if stalled:
                 lines = [f"{reason(beat, watch.silent_s[beat.rank])}; {describe_process(beat.pid)}" for beat in stalled]
                 self._end(lines, {beat.pid: beat.rank for beat in stalled})
-            elif lost := self._stopped_early(early, states, passed):
-                since = f"has stalled before its first heartbeat: for {self.timeout_s:g} s"
+            elif lost := self._stopped_for_long(states.keys() if self.heals else early, states, passed):
+                ranks = {pid: next((b.rank for b in beats.values() if b.pid == pid), None) for pid in lost}
+                since = f"{'' if lost - early else ' before its first heartbeat'}: for {self.stopped_s:g} s"
                 self._end(
-                    [f"process {pid} of a rank {since} {describe_process(pid)}" for pid in lost], dict.fromkeys(lost)
+                    [f"process {pid} of a rank has stalled{since} {describe_process(pid)}" for pid in lost], ranks
                 )
             elif self._is_quiet(early == states.keys() and self.num_nodes == 1, states, passed):
                 since = f"for {self.timeout_s:g} s none has used a processor"
@@ -609,10 +617,10 @@ class LauncherWatch(threading.Thread):
                     beats[beat.rank] = beat
         return beats
 
-    def _stopped_early(self, early: Set[int], states: Mapping[int, str], passed: float) -> list[int]:
-        stopped = [pid for pid in early if states[pid] in ("T", "t")]
-        self._stopped_s = {pid: self._stopped_s.get(pid, 0.0) + passed for pid in stopped}
-        return [pid for pid, seconds in self._stopped_s.items() if seconds >= self.timeout_s]
+    def _stopped_for_long(self, pids: Set[int], states: Mapping[int, str], passed: float) -> Set[int]:
+        stopped, last = {pid for pid in pids if states[pid] == "T"}, self._stopped_s  # "t": a debugger's
+        self._stopped_s = {pid: last.get(pid, 0.0) + passed for pid in stopped}
+        return {pid for pid in stopped & last.keys() if self._stopped_s[pid] >= self.stopped_s}
 
     def _is_quiet(self, is_watched: bool, states: Mapping[int, str], passed: float) -> bool:
         before, self._cpu_s = self._cpu_s, sum(map(_cpu_seconds, states))

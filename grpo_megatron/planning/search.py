@@ -174,6 +174,13 @@ def _candidates(config: Config, models: RunModels, machine: PlannedMachine) -> I
 # -- The layout for fewer ranks, after a loss (trainer.healing) --------------------------------------------------------
 
 
+def rollout_size(config: Config, ranks: int) -> tuple[str, int]:
+    """Returns the key that says how many ranks sample, and its value for so many."""
+    if config.rollout.num_nodes is None:
+        return "rollout.num_ranks", ranks
+    return "rollout.num_nodes", ranks // config.trainer.n_gpus_per_node
+
+
 def fallback_layout(
     config: Config, models: RunModels, gpu: Gpu, most: int, refuses: Callable[[Config, int], object], unit: int = 1
 ) -> tuple[int, PlannedLayout] | None:
@@ -185,9 +192,10 @@ def fallback_layout(
     """
     now, work, sampling = Layout.of(config), Workload.of(config, models), config.num_rollout_ranks
     if sampling:  # ranks that sample are given up first, down to one engine, then ranks that train
-        engine, training = config.rollout.tensor_model_parallel_size, config.trainer.n_gpus_per_node - sampling
-        sampling = max(engine, (most - training) // engine * engine)
-        config, most = config.with_values({"rollout.num_ranks": sampling}), most - sampling
+        least = math.lcm(config.rollout.tensor_model_parallel_size, unit)
+        training = config.trainer.nnodes * config.trainer.n_gpus_per_node - sampling
+        sampling = max(least, (most - training) // least * least)
+        config, most = config.with_values(dict([rollout_size(config, sampling)])), most - sampling
     found = []
     for ranks in range(most, most // 2, -unit):
         machine = PlannedMachine(gpu, ranks, min(config.trainer.n_gpus_per_node, ranks))

@@ -35,6 +35,7 @@ class NodeCheckpoints(Checkpoints):
 
     The small files (table of contents, common state, manifest) are on every node. A state is there when the nodes that are left
     have all files of its manifest together; ranks read what their node lacks from the others (storage/pieces.py).
+    Of two roles the ring has the nodes that train; ranks that sample only read.
     `world`: the variables of these ranks (cli/nodes.py).
     """
 
@@ -42,7 +43,7 @@ class NodeCheckpoints(Checkpoints):
         super().__init__(folder, mesh, 1, "sizes", in_background=True)
         self.doors: list[Door] = [(host, port) for host, port in json.loads(world[DOORS])]
         self.token, self.not_sent = world[RUN_ID], ""
-        self.num_nodes = mesh.run_size // mesh.ranks_per_node
+        self.num_nodes = mesh.world_size // mesh.ranks_per_node
         self.node, place = divmod(mesh.run_rank, mesh.ranks_per_node)
         self.is_first_of_node = place == 0
 
@@ -157,6 +158,8 @@ class Mirror:
             self.checkpoints, num_nodes = Checkpoints(Path(folder), mesh, 1, "sizes", in_background=True), 1
         task = "cannot keep the state in memory; set trainer.healing.memory=false"
         needed = 2 * size * min(2, num_nodes) // num_nodes  # also those of another node
+        if mesh.bridge is not None and mesh.bridge.samples_only and restart["world"]:
+            needed = 0
 
         def check() -> None:
             if not on_disk(Path(folder)):  # else it had room for them

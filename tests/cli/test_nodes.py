@@ -38,7 +38,7 @@ from grpo_megatron.storage.files import (
     publish_folder,
 )
 from grpo_megatron.storage.run_files import read_events
-from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH
+from grpo_megatron.training.stopping import EXIT_STOPPED, EXIT_TO_GROW, GROWTH, OUTCOME
 from tests.cli.test_healing import exact_run, root  # noqa: F401 - a fixture
 from tests.soak.soak import ROOT
 from tests.stored import TIMES, rows_without
@@ -229,7 +229,8 @@ def test_a_node_that_returns_is_taken_at_the_next_step_and_one_that_leaves_is_le
 ) -> None:
     first, second, third = launchers = start(0, 1, 2)
     running(launchers)
-    third.request("SIGUSR1")
+    third._leave = third.folder / "leave_node3"  # these three have one address
+    third._leave.touch()
     for now in (3.0, 6.0):
         look(now, third, first, second)
     stop = first.folder / "ranks_0" / STOP_NAME
@@ -296,6 +297,25 @@ def test_an_epoch_of_an_earlier_start_is_none_of_this_one(start: Callable[..., l
     (third,) = start(2)
     settle(9.5, first, second, third)
     assert newest_epoch(first.folder) == 2 and trains(third).world["WORLD_SIZE"] == "6"
+
+
+def test_a_launcher_that_is_started_at_the_end_of_a_run_ends(
+    start: Callable[..., list[NodeHealer]], tmp_path: Path
+) -> None:
+    """It has not seen the others live."""
+    old = start(0, 1, 2)
+    running(old)
+    for node in old:
+        ends(node, Cause(0, ""))
+    settle(LATER, *old)
+    assert [node._answer for node in old] == [0, 0, 0]
+    steps = old[0].trainer.total_training_steps
+    (tmp_path / OUTCOME).write_text(json.dumps({"state": "done", "steps_done": steps}))
+    for folder in (f"checkpoints/step_{steps:06d}", "hf"):
+        (tmp_path / folder).mkdir(parents=True)
+    (again,) = start(1)
+    settle(9.0, again)
+    assert again._answer == 0 and newest_epoch(again.folder) == 1
 
 
 def test_a_launcher_that_was_started_again_is_another_one(start: Callable[..., list[NodeHealer]]) -> None:
@@ -436,7 +456,7 @@ def same_as_undisturbed(folder: Path, healed: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "grpo_megatron", "train", str(folder / "undisturbed.yaml")]
     subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
     one, other = Path(healed["trainer"]["output_dir"]), folder / "undisturbed"
-    names = (*TIMES, "global_seqlen/", "sync/")
+    names = (*TIMES, "global_seqlen/", "sync/", "rollout/prefix_cache")
     assert rows_without(one, names) == rows_without(other, names)
     assert [row["step"] for row in rows_without(one)] == list(range(raw["trainer"]["total_training_steps"]))
     name = "hf/model.safetensors"
@@ -468,6 +488,30 @@ def test_a_node_dies_and_the_others_go_on_from_its_pieces_in_memory_with_the_bit
     assert [event["kind"] for event in read_events(tmp_path / "healed") if event["kind"] != "failed"] == [
         *("started", "lost", "resumed", "healed", "done")
     ]
+    same_as_undisturbed(tmp_path, raw)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_node_of_two_roles_dies_and_a_spare_takes_its_place(
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+    lost: int,
+) -> None:
+    """Node 0 trains, node 1 samples. What node 0 had in memory is lost with it, and read from a checkpoint."""
+    raw = exact_run(root, tmp_path / "healed", 1, nnodes=2, healing=HEALING | {"spares": 1}, save_freq=(1, 100)[lost])
+    raw["rollout"] |= {"placement": "separate", "num_nodes": 1}
+    point = ("update_actor", "gen")[lost]
+    fault = {"point": point, "count": 3, "rank": lost, "action": "kill all", "once": str(tmp_path / "lost")}
+    with Nodes(raw, tmp_path, 3, SOAK_FAULT=json.dumps(fault)) as run:
+        assert run.launchers[lost].wait(300) == -signal.SIGKILL, run.text(lost)
+        for node in {0, 1, 2} - {lost}:
+            assert run.launchers[node].wait(300) == 0, run.text(node)
+        out = run.text(1 - lost) + run.text(2)
+    assert f"resumed from {MEMORY_FOLDER if lost else raw['trainer']['output_dir']}" in out, out
+    assert f"healing: lost node {lost} after 2 steps, with 2 ranks; goes on with 2, in the layout of the config" in out
+    raw["trainer"]["n_gpus_per_node"] = 2
+    raw["rollout"] |= {"num_nodes": None, "num_ranks": 1}
     same_as_undisturbed(tmp_path, raw)
 
 

@@ -206,25 +206,26 @@ def test_a_beat_that_is_being_written_is_not_read(tmp_path: Path) -> None:
         ),
         ("sleeps sleeps", 2, "", []),  # they may wait for another node
         ("sleeps busy", 1, "", []),
+        ("sleeps held", 1, r"process \d+ of a rank has stalled: for 0.6 s the process is stopped", [1]),
         ("beats beats", 1, r"rank 0 .* has stalled in phase start: no sign of life for \d s", [0, 1]),
     ],
 )
 def test_the_launcher_ends_ranks_that_no_rank_can_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, nodes: int, says: str, ended: list[int]
 ) -> None:
-    """Ranks are processes that sleep; "beats" have written one beat before."""
+    """Ranks are processes that sleep; "beats" have written one beat before, "held" are then stopped, and the run heals."""
     monkeypatch.setattr(module, "STACKS_S", 0.1)
     folder = tmp_path / module.FOLDER
     folder.mkdir()
     processes = []
-    with LauncherWatch(tmp_path, 0.6, os.getpid(), nodes) as watch:
+    with LauncherWatch(tmp_path, 0.6, os.getpid(), nodes, heals="held" in states) as watch:
         for rank, state in enumerate(states.split()):
             body = "while True: pass" if state == "busy" else "import time; time.sleep(60)"
             processes.append(process := subprocess.Popen([sys.executable, "-S", "-c", body]))
-            if state == "stopped":
+            if state in ("stopped", "held"):
                 process.send_signal(signal.SIGSTOP)
             beat = replace(beats()[0], rank=rank, pid=process.pid, node=socket.gethostname(), step=None, phase="")
-            if state == "beats":
+            if state in ("beats", "held"):
                 (folder / f"rank_{rank:05d}.json").write_text(json.dumps(asdict(beat)))
         with contextlib.suppress(subprocess.TimeoutExpired):
             processes[-1].wait(60 if ended else 2)

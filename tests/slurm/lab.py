@@ -194,11 +194,14 @@ class Lab:
 
     # -- use -----------------------------------------------------------------------------------------------------------
 
+    def _enter(self, name: str) -> list[str]:
+        return ["nsenter", "-t", str(self._holders[name].pid), "--net", "--uts", "--mount", f"--wdns={os.getcwd()}"]
+
     def _inside(self, name: str, *command: str, check: bool = True, env: dict[str, str] | None = None) -> str:
         """Run a command on a node or on the controller; returns its output."""
-        enter = ["nsenter", "-t", str(self._holders[name].pid), "--net", "--uts", "--mount", f"--wdns={os.getcwd()}"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run([*enter, *command], env={**self._env, **(env or {})}, timeout=HANG_S, **pipes)
+        command = (*self._enter(name), *command)
+        done = subprocess.run(command, env={**self._env, **(env or {})}, timeout=HANG_S, **pipes)
         if check and done.returncode:
             raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -206,11 +209,26 @@ class Lab:
     def slurm(self, *command: str) -> str:
         return self._inside(CTL, *command, check=False)
 
+    def start(self, command: str) -> None:
+        """Starts a line of shell on the controller's host, and does not wait for it."""
+        subprocess.Popen([*self._enter(CTL), "sh", "-c", command], env=self._env, stdin=subprocess.DEVNULL)
+
     def submit(self, *arguments: str, **variables: str) -> str:
         """Call sbatch; returns the job's id."""
         output = self._inside(CTL, "sbatch", *arguments, env=variables)
         match = re.search(r"Submitted batch job (\d+)", output)
         assert match, output
+        return match[1]
+
+    def allocate(self, log: Path, *arguments: str, **variables: str) -> str:
+        """Start salloc with a command on the controller's host, which has no node's processes; returns the job's id."""
+        with log.open("w") as out:
+            command = [*self._enter(CTL), "salloc", *arguments]
+            environment = {**self._env, **variables}
+            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        self.until(lambda: "Granted job allocation" in log.read_text())
+        match = re.search(r"Granted job allocation (\d+)", log.read_text())
+        assert match
         return match[1]
 
     def job(self, job: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_megatron.storage.run_files import read_events
 from tests import worlds
 from tests.cli.test_healing import exact_run, root  # noqa: F401 - a fixture
 from tests.cli.test_nodes import same_as_undisturbed
@@ -53,7 +54,7 @@ class Run:
     def __init__(
         self, lab: Lab, folder: Path, raw: Any, nodes: int, name: str = "", second: Sequence[str] = (), **variables: str
     ) -> None:
-        """`second`: options of a second component."""
+        """`second`: options of a second component. "salloc" first: the script runs in an allocation, on the submit host."""
         self.lab, self.out, self.log = lab, Path(raw["trainer"]["output_dir"]), folder / "job.log"
         self.allowed = folder / "allowed"
         (folder / "run.yaml").write_text(yaml.safe_dump(raw))
@@ -66,7 +67,11 @@ class Run:
         arguments = [SCRIPT, str(folder / "run.yaml"), f"trainer.output_dir={self.out}"]
         # TERM_SECONDS: no step can be finished after SIGTERM, since it waits at the gate.
         environment = {"REPO": str(ROOT), "DEVICE": "cpu", "PREFLIGHT": "0", "TERM_SECONDS": "1", **variables}
-        self.job = lab.submit(*options, *second, *arguments, **environment)
+        if "salloc" in second:
+            options = [*options[:-1], "--exclusive", "--gpus-per-node=8", *second[1:], "bash"]
+            self.job = lab.allocate(self.log, *options, *arguments, **environment)
+        else:
+            self.job = lab.submit(*options, *second, *arguments, **environment)
 
     def allow(self, steps: int) -> None:
         """Let a run with a gated reward do so many steps in all. It then waits in the middle of the next one."""
@@ -255,31 +260,48 @@ def processes_of(node: str, job: str) -> list[int]:
     return found
 
 
+class HealingRun(Run):
+    """A job with HEALING=1 and one rank per node, whose reward waits for `allow`."""
+
+    def __init__(self, lab: Lab, root: Path, folder: Path, nodes: int, *options: str) -> None:  # noqa: F811
+        self.folder, out = folder, folder / "run"
+        self.raw = exact_run(root, out, 1, save_freq=1, healing={"layouts": "auto", "node_timeout_s": 12.0})
+        self.raw["trainer"]["total_training_steps"] = 10
+        kwargs = {"heartbeat": str(out / "heartbeat"), "allowed": str(folder / "allowed")}
+        self.raw["reward"] = {"function": "tests.slurm.gate:gated_reward", "kwargs": kwargs, "timeout_s": HANG_S}
+        super().__init__(lab, folder, self.raw, nodes=nodes, second=options, HEALING="1")
+
+    def members(self) -> list[int]:
+        epochs = sorted((self.out / "healing").glob("epoch_*.json"))
+        return json.loads(epochs[-1].read_text())["nodes"] if epochs else []  # type: ignore[no-any-return]
+
+    def send(self, node: str, number: signal.Signals) -> None:
+        for pid in processes_of(node, self.job):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def goes_on(self, steps: int, nodes: list[int]) -> None:
+        self.allow(steps)
+        self.after(steps)
+        self.lab.until(lambda: self.members() == nodes)
+
+    def same_as_undisturbed(self) -> None:
+        self.raw["reward"]["kwargs"]["allowed"] = str(self.folder / "all")
+        (self.folder / "all").write_text("99")
+        same_as_undisturbed(self.folder, self.raw)
+
+
 def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:  # noqa: F811
     """Launcher and rank of a node are killed, then the node is cut from the network, then Slurm loses it: one attempt.
 
-    After each loss the other node goes on alone. After the first two the node is taken back at the next step.
+    After each loss the other node goes on alone. After the first two the node is taken back at the next step. In between
+    the job is asked to leave (what a pre-emption sends), saves, and continues in a second attempt.
     """
-    out = tmp_path / "run"
-    raw = exact_run(root, out, 1, save_freq=1, healing={"layouts": "auto", "node_timeout_s": 12.0})
-    raw["trainer"]["total_training_steps"] = 10
-    kwargs = {"heartbeat": str(out / "heartbeat"), "allowed": str(tmp_path / "allowed")}
-    raw["reward"] = {"function": "tests.slurm.gate:gated_reward", "kwargs": kwargs, "timeout_s": HANG_S}
-    run = Run(lab, tmp_path, raw, nodes=2, second=["--no-kill"], HEALING="1")
-
-    def members() -> list[int]:
-        epochs = sorted((out / "healing").glob("epoch_*.json"))
-        return json.loads(epochs[-1].read_text())["nodes"] if epochs else []  # type: ignore[no-any-return]
-
-    def goes_on(steps: int, nodes: list[int]) -> None:
-        run.allow(steps)
-        run.after(steps)
-        lab.until(lambda: members() == nodes)
-
+    run, out = HealingRun(lab, root, tmp_path, 2, "--no-kill"), tmp_path / "run"
+    members, goes_on = run.members, run.goes_on
     goes_on(2, [0, 1])
     second = lab.nodes_of(run.job)[1]
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGKILL)
+    run.send(second, signal.SIGKILL)
     lab.until(lambda: members() == [0])
     began = len(list((out / "healing").glob("epoch_*")))
     goes_on(3, [0])
@@ -298,9 +320,14 @@ def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:
     time.sleep(20)  # the first node asks again after node_timeout_s
     goes_on(7, [0, 1])
 
+    lab.slurm("scancel", "--batch", "--signal=USR1", run.job)
+    lab.until((out / "attempts" / f"{run.job}-0" / "stop").exists)
+    run.allow(8)
+    run.ended(0, "saved on request; requeued")
+    goes_on(9, [0, 1])
+
     os.kill(int((lab.folder / f"run/slurmd.{second}.pid").read_text()), signal.SIGKILL)
-    for pid in processes_of(second, run.job):
-        os.kill(pid, signal.SIGKILL)
+    run.send(second, signal.SIGKILL)
     lab.slurm("scontrol", "update", f"nodename={second}", "state=down", "reason=test")
     try:
         lab.until(lambda: members() == [0])
@@ -309,10 +336,44 @@ def test_a_job_heals_on_two_nodes(lab: Lab, root: Path, tmp_path: Path) -> None:
     finally:
         lab.start_node(second)
         lab.slurm("scontrol", "update", f"nodename={second}", "state=resume")
-    assert lab.job(run.job)["Restarts"] == "0" and not processes_of(second, run.job)
-    kwargs["allowed"] = str(tmp_path / "all")
-    (tmp_path / "all").write_text("99")
-    same_as_undisturbed(tmp_path, raw)
+    assert lab.job(run.job)["Restarts"] == "1" and not processes_of(second, run.job)
+    run.same_as_undisturbed()
+
+
+def test_four_nodes_without_a_batch_script_give_one_back_and_lose_the_first(
+    lab: Lab,
+    root: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Under salloc no node has the script. A node leaves by slurm/shrink.sh, one is stopped for a while, the first one dies.
+
+    Two of the three that stay train, and the third one waits. No step is repeated where a node leaves.
+    """
+    run, out = HealingRun(lab, root, tmp_path, 4, "salloc", "--no-kill"), tmp_path / "run"
+    run.goes_on(2, [0, 1, 2, 3])
+    first, second, *_, last = lab.nodes_of(run.job)
+    lab.start(f"bash {ROOT}/slurm/shrink.sh {run.job} {out} {last} > {tmp_path}/shrink.log 2>&1")
+    time.sleep(5)  # the others see it
+    run.goes_on(4, [0, 1])
+    lab.until(lambda: lab.job(run.job)["NumNodes"] == "3")
+    assert last not in lab.nodes_of(run.job) and not processes_of(last, run.job), run.text()
+    assert [e["kind"] for e in read_events(out)] == ["started", "grown", "resumed"], run.text()
+
+    run.send(second, signal.SIGSTOP)
+    run.goes_on(5, [0, 2])
+    run.send(second, signal.SIGCONT)
+    lab.until(lambda: (out / "healing/node_00001.json").stat().st_mtime > time.time() - 2)
+
+    os.kill(int((lab.folder / f"run/slurmd.{first}.pid").read_text()), signal.SIGKILL)
+    run.send(first, signal.SIGKILL)
+    lab.slurm("scontrol", "update", f"nodename={first}", "state=down", "reason=test")
+    try:
+        run.goes_on(10, [1, 2])
+        run.end()
+    finally:
+        lab.start_node(first)
+        lab.slurm("scontrol", "update", f"nodename={first}", "state=resume")
+    run.same_as_undisturbed()
 
 
 # -- the life of a job, with a stand-in for the program -----------------------------------------------------------------

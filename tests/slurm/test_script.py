@@ -451,7 +451,7 @@ def test_scripts_are_clean() -> None:
     assert shellcheck is not None, "shellcheck is in requirements/dev.lock"
     scripts = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "slurm").glob("*.sh"))
     done = subprocess.run([shellcheck, "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and len(scripts) == 5, done.stdout
+    assert done.returncode == 0 and len(scripts) == 6, done.stdout
     for script in scripts:
         text = (ROOT / script).read_text()
         assert text.isascii() and len(text.splitlines()) <= 240
