@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from grpo_megatron.config.problems import CHANGE_ME
 from grpo_megatron.config.section import ConfigKey
 from grpo_megatron.config.tables import named_yaml
 
@@ -377,6 +378,21 @@ def _prompts(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     )
 
 
+def _mini_batch(_: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Prompts per optimizer step, where a batch of rollouts has several steps."""
+    samples = settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"]
+    prompts = samples / settings["num_generations"]
+    if isinstance(processes := settings.get("num_processes"), int):
+        return {"actor.ppo_mini_batch_size": max(1, int(processes * prompts))}
+    return f"prompts per optimizer step: number of processes x {prompts:g}; give num_processes=N behind FILE"
+
+
+def _generation_batch(value: Any, settings: Settings) -> Mapping[str, Any]:
+    mini = _mini_batch(value, settings)
+    also = {ALSO: f"actor.ppo_mini_batch_size has {mini}"} if isinstance(mini, str) else mini
+    return {"data.train_batch_size": max(1, value // settings["num_generations"]), **also}
+
+
 def _epsilon(value: Any, settings: Settings) -> Mapping[str, Any]:
     ends = {"actor.clip_ratio_low": value}
     return ends if settings.get("epsilon_high") is not None else {**ends, "actor.clip_ratio_high": value}
@@ -392,8 +408,8 @@ def _correction(value: Any, settings: Settings) -> Mapping[str, Any] | str:
         return {
             f"{CORRECTION}rollout_is": None,
             f"{CORRECTION}rollout_rs": "sequence",
-            f"{CORRECTION}rollout_rs_threshold": settings.get("vllm_importance_sampling_cap", 3.0),
-            f"{CORRECTION}rollout_rs_threshold_low": 1e-6,
+            f"{CORRECTION}rollout_rs_threshold": settings.get("vllm_importance_sampling_clip_max", 3.0),
+            f"{CORRECTION}rollout_rs_threshold_low": settings.get("vllm_importance_sampling_clip_min") or 1e-6,
         }
     is_known = value in CORRECTIONS
     return {f"{CORRECTION}rollout_is": CORRECTIONS[value]} if is_known else f"{CORRECTION}rollout_is: icepop is near"
@@ -489,12 +505,21 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
 TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
     "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
     "per_device_train_batch_size": ("data.train_batch_size", _prompts),
-    "generation_batch_size": _per_prompt("data.train_batch_size", "num_generations"),
+    "generation_batch_size": ("data.train_batch_size", _generation_batch),
+    "steps_per_generation": ("actor.ppo_mini_batch_size", _mini_batch),
+    "tools": (
+        "rollout.multi_turn.tools",
+        lambda *_: {
+            "rollout.multi_turn.environment": "tools",
+            "rollout.multi_turn.tools": CHANGE_ME,
+            ALSO: "rollout.multi_turn.tools: [module:function, ...]",
+        },
+    ),
     "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
     "epsilon": ("actor.clip_ratio_low", _epsilon),
     "loss_type": ("actor.loss_agg_mode", _loss_type),
     "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),
-    "vllm_importance_sampling_cap": (f"{CORRECTION}rollout_is_threshold", _cap),
+    "vllm_importance_sampling_clip_max": (f"{CORRECTION}rollout_is_threshold", _cap),
     "off_policy_mask_threshold": (
         f"{CORRECTION}rollout_rs",
         lambda value, _: {f"{CORRECTION}rollout_rs": "off_policy", f"{CORRECTION}rollout_rs_threshold": value},

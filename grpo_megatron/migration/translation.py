@@ -49,6 +49,7 @@ from grpo_megatron.untrusted import (
 )
 
 MAX_OTHER_KEYS = 3  # of a method that a config is near to
+NOT_KNOWN = "its value is not known here; give KEY=VALUE behind FILE"
 SEE = "see "  # another key of theirs decides
 SECRET = "a secret is not written: give it in the environment (WANDB_API_KEY, HF_TOKEN, ...)"
 VALIDATED = {"data.val_files", "data.val_tasks", "data.val_loss_files"}
@@ -121,6 +122,8 @@ def translate(settings: Settings, trainer: OtherTrainer) -> Translation:
         result.add(written, origin, rule.ours if rule is not None else None, outcome)
         if REDACTED in written:
             result.warnings[num_warnings:], result.notes[num_notes:] = [], [(written, SECRET)]
+    is_given = {f"{ours}: {NOT_KNOWN}" for ours, (value, _) in result.values.items() if value != CHANGE_ME}
+    result.warnings = [warning for warning in result.warnings if warning[1] not in is_given]  # by another name of it
     if refused:
         raise ConfigError(*(Problem(f"{trainer.name}'s {written}: {why}") for why, written in refused.items()))
     _leave_out_refused(result)
@@ -152,7 +155,7 @@ def _outcome(
             return "what the script sets there is not known: give KEY=VALUE behind FILE"
         return NotNeeded("a key without a value") if value in (None, {}) else "not a key that is known here"
     if UNKNOWN.search(written) and not rule.note:
-        return "its value is not known here; give KEY=VALUE behind FILE"
+        return NOT_KNOWN
     if value in (None, {}) and is_set and not rule.cases:
         return {}
     try:
@@ -163,7 +166,7 @@ def _outcome(
 
 def _fitting(ours: str, value: Any, known: Mapping[str, ConfigKey]) -> Any:
     is_list = ours in known and isinstance(known[ours].default, list)
-    return as_list(value) if is_list and value is not None else value
+    return as_list(value) if is_list and value not in (None, CHANGE_ME) else value
 
 
 def _leave_out_refused(result: Translation) -> None:

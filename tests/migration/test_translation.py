@@ -161,6 +161,21 @@ def test_examples_of_trl_itself(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert 'train_batch_size: "CHANGE_ME"' in written and "number of processes x 4 x 2 samples" in written
 
 
+def test_steps_of_a_generation_tools_and_a_model_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `num_processes` decides is written; tools have their environment; a value given by another name is no warning."""
+    text = "def look(city): ...\nGRPOTrainer(model=model_args.model_name_or_path, tools=[look], args=GRPOConfig(\n"
+    text += "gradient_accumulation_steps=2, steps_per_generation=8, vllm_importance_sampling_clip_max=2.0))\n"
+    given = ("num_processes=4", "model_name_or_path=/models/qwen")
+    config, written = imported("trl", text, ".py", tmp_path, *given, **{"rollout.multi_turn.tools": "[calculator]"})
+    assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size) == (32, 8)  # 4 x 8 x 8 / 8, 4 x 8 x 2 / 8
+    assert config.rollout.multi_turn.environment == "tools" and 'tools: "CHANGE_ME"' in written
+    assert config.data.max_response_length == 512 and config.model.path == Path("/models/qwen")
+    assert config.algorithm.rollout_correction.rollout_rs_threshold == 2
+    assert "not known" not in capsys.readouterr().err
+
+
 def test_variables_of_a_script_and_settings_that_it_does_not_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
