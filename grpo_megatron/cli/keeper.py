@@ -16,12 +16,11 @@ from pathlib import Path
 
 from grpo_megatron.cli.ranks import launcher_folder
 from grpo_megatron.parallel.control import INCARNATION
-from grpo_megatron.parallel.heartbeat import is_stopped
+from grpo_megatron.parallel.heartbeat import STOPPED_S, is_stopped
 from grpo_megatron.processes.process import die_with_parent
 
 MAX_INCARNATIONS = 3
 WAIT_S = 0.05
-STOPPED_S = 5.0  # after which a stopped rank (SIGSTOP) is lost
 PATIENCE_S = 2.0  # for another keeper to say that its rank was lost, which this one's rank has failed of
 FOR_THE_RANK = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # a terminal sends them to the keeper, too
 
