@@ -108,6 +108,7 @@ class Lab:
         self.folder = folder
         self.nodes = {f"node{n}": f"10.77.0.{n}" for n in range(1, num_nodes + 1)}
         self._holders: dict[str, subprocess.Popen[bytes]] = {}
+        self._allocations: list[subprocess.Popen[bytes]] = []
         self._env = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -139,6 +140,9 @@ class Lab:
                 if Path(f"/proc/{pid}").exists():
                     os.kill(pid, number)
             self.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10, required=False)
+        for allocation in self._allocations:
+            subprocess.run(["pkill", "-KILL", "-s", str(allocation.pid)])  # salloc's session, of several groups
+            allocation.wait()
         for holder in self._holders.values():
             holder.kill()
             holder.wait()
@@ -225,7 +229,8 @@ class Lab:
         with log.open("w") as out:
             command = [*self._enter(CTL), "salloc", *arguments]
             environment = {**self._env, **variables}
-            subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            pipes = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            self._allocations.append(subprocess.Popen(command, env=environment, start_new_session=True, **pipes))
         self.until(lambda: "Granted job allocation" in log.read_text())
         match = re.search(r"Granted job allocation (\d+)", log.read_text())
         assert match
