@@ -336,8 +336,8 @@ class _Sides:
         if a.count(stage) != b.count(stage) or names[0] != names[1]:
             self.has_ended = True
             alone = [one for one in {*names[0]} ^ {*names[1]} if kind == "row"]
-            measured = f"other {kind}s, {a.count(stage)} | {b.count(stage)}; they are not compared"
-            measured += f"; only one run has sample {min(alone)[1]} of prompt {min(alone)[0]}" if alone else ""
+            measured = f"other {kind}s" + (f", first sample {min(alone)[1]} of prompt {min(alone)[0]}" if alone else "")
+            measured += f" ({a.count(stage)} | {b.count(stage)}, not compared)"
             return Parting(step, stage, kind, 0, b.count(stage), (), "wrong" if judged else "not judged", measured)
         wrong = self.unequal[stage] = list(a.differing(b, stage))
         numbers = a.numbers(stage), b.numbers(stage)

@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[Any, int, str, str]] = {
     "one layer's weights in another": (
         at("updated", 0, lambda run: parameter(run, QKV).data.copy_(parameter(run, QKV.replace("1", "2", 1)).data)), 0, "weights",
         "model.layers.1.self_attn.q_proj.weight"),
-    "a row that is lost": (at("samples", 0, lambda s: s.pop()), 0, "prompts", "only one run has sample 2 of prompt 3"),
+    "a row that is lost": (at("samples", 0, lambda s: s.pop()), 0, "prompts", "other rows, first sample 2 of prompt 3"),
     "an update that is left out": (at("batch", 0, lambda b: b.mini_batches.clear()), 0, "losses 0", "only in"),
     "a correction that is not computed": (at("batch", 0, lambda b: setattr(b, "correction", None)), 0, "corrections", "only in"),
     "a row without weight": (column("token_weights", 5, lambda t: t * 0), 0, "token weights", "row 5:"),
