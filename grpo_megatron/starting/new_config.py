@@ -226,7 +226,8 @@ def write_config(options: InitOptions) -> int:
         data = DataConfig(chat_template=options.chat_template)
         has_template = load_tokenizer(folder, data).chat_template is not None
     except ConfigError as error:
-        raise ConfigError(f"{error}\n  (for init, put the tokenizer's files into MODEL)") from error
+        remedies = "put the tokenizer's files into MODEL", "name another file with --chat-template"
+        raise ConfigError(f"{error}\n  (for init, {remedies['data.chat_template' in str(error)]})") from error
 
     if options.environment:
         find_environment(options.environment)

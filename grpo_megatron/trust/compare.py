@@ -335,10 +335,10 @@ class _Sides:
         ]
         if a.count(stage) != b.count(stage) or names[0] != names[1]:
             self.has_ended = True
-            judgement, count = "wrong" if judged else "not judged", abs(a.count(stage) - b.count(stage))
             alone = [one for one in {*names[0]} ^ {*names[1]} if kind == "row"]
             measured = f"other {kind}s" + (f", first sample {min(alone)[1]} of prompt {min(alone)[0]}" if alone else "")
-            return Parting(step, stage, kind, count, b.count(stage), (), judgement, measured)
+            measured += f" ({a.count(stage)} | {b.count(stage)}, not compared)"
+            return Parting(step, stage, kind, 0, b.count(stage), (), "wrong" if judged else "not judged", measured)
         wrong = self.unequal[stage] = list(a.differing(b, stage))
         numbers = a.numbers(stage), b.numbers(stage)
         leaves = [self._leaf(a, stage, number, *numbers) for number in wrong[:MAX_LEAVES]]

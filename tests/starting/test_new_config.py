@@ -203,6 +203,7 @@ def test_mistakes_write_nothing(run: Path, tmp_path: Path) -> None:
         (["--cpu", "rollout.n.m=3"], "'rollout.n.m=3': 'n' is a value, not a section"),
         (["--cpu", "rollout.n=["], "'rollout.n=\\[': the value is not valid YAML"),
         (["--cpu", "rollout"], "'rollout' is not of the form section.key=value"),
+        (["--cpu", "--chat-template", "nowhere.jinja"], "for init, name another file with --chat-template"),
         (["--cpu", "data.max_response_lenght=9"], "did you mean 'data.max_response_length'?"),
     ):
         with pytest.raises(ConfigError, match=message):
