@@ -13,6 +13,7 @@ from __future__ import annotations
 import datetime
 import os
 import pickle
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,7 @@ from grpo_megatron.parallel.control import INCARNATION, LostRank, parts_of_messa
 VALUES, WEIGHTS = 1, 2  # tags
 NEWEST, JOINED, OVER = "newest", "joined", "over"  # keys: the newest incarnation, that it is awaited, that none is
 PAUSE_S = 0.05
+PLACE = re.compile(r"\[/\S+:\d+\] ")  # of gloo's source
 PATIENCE = datetime.timedelta(days=365)
 
 
@@ -174,6 +176,6 @@ class Bridge:
             if "timed out" in str(error).lower():
                 raise  # parallel/heartbeat.py names the ranks that are late
             who = "a rank of the other role" if peer is None else self.name(peer)
-            self.lost = self.lost or f"lost the connection to {who} ({str(error).partition('. ')[0]})"
+            self.lost = self.lost or f"lost the connection to {who} ({PLACE.sub('', str(error)).partition('. ')[0]})"
             if not (tolerant and self.replaces):
                 raise LostRank(self.lost) from error
