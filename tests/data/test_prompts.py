@@ -85,8 +85,11 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     user = row_files(tmp_path / "user.jsonl", {"prompt": "user 2", "answer": "2"})  # a word of the file
     load_prompts(PLAIN, user, load_tokenizer(tmp_path / "words", PLAIN))
     about = "(saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'user 2' into '2', without 'user': that class does not"
-    assert about in caplog.text
+    assert about in caplog.text and "files alone to another folder, and set model.tokenizer_path to it" in caplog.text
     caplog.clear()
+    write_tokenizer(tmp_path / "alone")  # the remedy: no config.json beside the files
+    load_prompts(PLAIN, user, load_tokenizer(tmp_path / "alone", PLAIN))
+    assert "turns" not in caplog.text
     words = load_tokenizer(tmp_path / "words", PLAIN)
     placed_prompt(words, "generate/0", "Paul Otto 2", [], is_chat=False)  # of the command `generate`
     assert "turns 'Paul Otto 2' into '2', without 'Paul', 'Otto': " in caplog.text
