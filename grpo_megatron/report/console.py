@@ -267,6 +267,10 @@ def serve_command(folder: Path, config: Config) -> str:
         largest = next((size for size in VLLM_LORA_RANKS if size >= rank), rank)
         adapters = f" --tokenizer {tokenizer} --generation-config {tokenizer} --enable-lora --max-lora-rank {largest}"
         adapters += f" --lora-modules {shlex.quote(f'{folder}={folder}')}"
+    elif (other := config.model.tokenizer_path) is not None:  # the folder's may be loaded as another class
+        template = config.data.chat_template
+        adapters = f" --tokenizer {shlex.quote(str(other))}"
+        adapters += f" --chat-template {shlex.quote(str(template))}" if template is not None else ""
     served = f"{shlex.quote(str(model))} --dtype {config.model.dtype} --max-model-len {length}"
     return f"{serve} {served}{layout}{memory}{eager}{adapters}"
 
@@ -343,6 +347,8 @@ class Summary:
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
             asked += " --engine transformers" if heads is not None else ""
+            if (other := self.served.model.tokenizer_path) is not None:
+                asked += f" --tokenizer {shlex.quote(str(other))}"
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
             if self.served.rollout.multi_turn.environment:
                 sinks.note(

@@ -326,6 +326,8 @@ def test_the_command_that_serves(
     run = Config.model_validate({**values, "rollout": ROLLOUT})
     line = serve_command(Path("/my runs/hf"), run)
     assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
+    other = {**values, "model": {"path": "m", "tokenizer_path": "my tok"}, "rollout": ROLLOUT}
+    assert serve_command(Path("hf"), Config.model_validate(other)).endswith(" --tokenizer 'my tok'")
     values["actor"] = {"lora": {"rank": 20}}
     (tmp_path / "adapter_config.json").touch()  # a PEFT folder: the server has its base
     line = serve_command(tmp_path, Config.model_validate({**values, "rollout": ROLLOUT}))
