@@ -6,6 +6,8 @@ Nothing is written and no process is started.
 from __future__ import annotations
 
 import functools
+import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,12 +36,13 @@ from grpo_megatron.data.rows import RowSet, is_stream, is_there
 from grpo_megatron.data.sampler import Mixture, SourcePrompts, one_of_each, read_pass_rates, select_prompts
 from grpo_megatron.data.stream import load_stream
 from grpo_megatron.data.task import get_task
-from grpo_megatron.data.tokenizer import TurnRenderer, load_tokenizer
+from grpo_megatron.data.tokenizer import TurnRenderer, class_beside, load_tokenizer
 from grpo_megatron.models.architecture import Architecture
 from grpo_megatron.models.families import read_config
 from grpo_megatron.sampling.wrappers import prompt_sampler
 from grpo_megatron.types import BY_MODEL, Prompt
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # -- Keys and files that are needed ------------------------------------------------------------------------------------
@@ -110,6 +113,17 @@ def read_tokenizer(config: Config, arch: Architecture | None) -> Any:
     problems = ProblemList()
     problems.add(_tokenizer_problems(config, tokenizer, path, arch))
     problems.raise_if_any()
+    name = (
+        class_beside(config.model.path, tokenizer)
+        if config.model.tokenizer_path is not None and arch is not None
+        else ""
+    )
+    if name:
+        logger.warning(
+            "beside the model's config.json, as in hf/, this tokenizer is loaded as %s (%s in %r): ids may differ; give"
+            " --tokenizer %s to evaluate, generate and vllm serve",
+            *(name, type(tokenizer).__name__, str(path), shlex.quote(str(path))),
+        )
     return tokenizer
 
 

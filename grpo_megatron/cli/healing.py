@@ -92,7 +92,10 @@ class Fallbacks:
             changes = " ".join(self._changes(layout)) or "the keys of the config"
             roles = f"{ranks - layout.rollout_ranks} train"
             roles += f", {layout.rollout_ranks} sample" if layout.rollout_ranks else ""
-            yield name, f"{roles}, {layout.seconds.step:.3g} s per step (estimated): {changes}"
+            estimate = (
+                "" if self.config.trainer.device == "cpu" else f", {layout.seconds.step:.3g} s per step (estimated)"
+            )
+            yield name, f"{roles}{estimate}: {changes}"
             if self.has_nodes:
                 parts = self._seconds(ranks, layout)
                 named = ", ".join(f"{seconds:.3g} {part}" for part, seconds in parts.items())

@@ -238,8 +238,8 @@ def check_tokenizer(tokenizer: Any, texts: Sequence[str]) -> None:
             cause = (
                 "the model cannot read what its vocabulary lacks; write the rows without it, or take another model"
                 if _letters(text) != _letters(decoded_by_file(tokenizer, text))
-                else "that class does not fit its files; correct tokenizer_class in tokenizer_config.json, or name another"
-                " tokenizer"
+                else "that class does not fit its files. transformers takes the class of config.json's model_type first: copy the"
+                " tokenizer's files alone to another folder, and set model.tokenizer_path (evaluate, generate: --tokenizer) to it"
             )
             logger.warning(
                 "the tokenizer (%s) turns %r into %r%s: %s",

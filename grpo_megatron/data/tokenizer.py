@@ -119,6 +119,20 @@ def tokenizer_classes(tokenizer: Any) -> str:
     return f"saved as {saved}, loaded as {loaded}" if saved not in ("", loaded.removesuffix("Fast")) else loaded
 
 
+def class_beside(config_folder: Path, tokenizer: Any) -> str:
+    """Names the class that transformers and vLLM take for the files of `tokenizer` in a folder with this model's config.json.
+
+    "" where it is the class of `tokenizer`. A model's type goes before `tokenizer_class` for some models, as for qwen2.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(str(config_folder), local_files_only=True, trust_remote_code=False)
+    beside = AutoTokenizer.from_pretrained(
+        tokenizer.name_or_path, config=config, local_files_only=True, trust_remote_code=False
+    )
+    return "" if type(beside) is type(tokenizer) else type(beside).__name__
+
+
 def decoded_by_file(tokenizer: Any, text: str) -> str:
     """Tokenise and decode by tokenizer.json as it is, whatever class the folder names; without that file, return the text."""
     from transformers import PreTrainedTokenizerFast

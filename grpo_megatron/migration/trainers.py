@@ -502,6 +502,13 @@ def _reward_funcs(value: Any, settings: Settings) -> Mapping[str, Any] | str:
     return {"reward.components": parts, **(apart if is_apart else {})}
 
 
+def _mixture(value: Any, settings: Settings) -> Mapping[str, Any] | str:
+    """Names the mixture of policy and reference that becomes TRL's next reference: here the policy alone does."""
+    if settings.get("sync_ref_model") in OFF:
+        return NotNeeded("sync_ref_model decides")
+    return {} if value == 1 else {ALSO: "the reference becomes the policy here, and a mixture of both there"}
+
+
 TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
     "(freeze_vision_tower)": _of_images(*TOWER, lora=("use_peft",)),  # no key of TRL, which trains all weights
     "per_device_train_batch_size": ("data.train_batch_size", _prompts),
@@ -516,6 +523,7 @@ TRL_CONVERTS: dict[str, tuple[str, Convert]] = {
         },
     ),
     "beta": ("actor.kl_loss_coef", lambda value, _: _kl(value)),
+    "ref_model_mixup_alpha": ("algorithm.iteration_steps", _mixture),
     "epsilon": ("actor.clip_ratio_low", _epsilon),
     "loss_type": ("actor.loss_agg_mode", _loss_type),
     "vllm_importance_sampling_mode": (f"{CORRECTION}rollout_is", _correction),

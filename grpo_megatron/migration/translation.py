@@ -404,7 +404,8 @@ ARRAYS = re.compile(r"\$\{\w+\[[@*]\]\}")
 
 def _arguments(words: list[str]) -> Settings:
     """Reads `a.b=value`, `--name value`, `--name=value` and `--name` of a command, behind its program."""
-    start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] == "-m"), 0)
+    modules = ("-m", "--module")  # the second is deepspeed's and torchrun's
+    start = next((place for place, word in enumerate(words) if word.endswith(".py") or words[place - 1] in modules), 0)
     settings: Settings = {}
     name = ""  # of an argument that takes the next word
     for word in words[start + 1 :]:

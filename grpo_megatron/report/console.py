@@ -235,7 +235,7 @@ OUTPUTS = {
 
 NOT_MOVED = (
     "WARNING: no step has moved the weights: in none of them did the samples of a prompt have different rewards.\n"
-    "Look at the completions in samples/ and at the reward: too hard a task, a form of answer that the model does not\n"
+    "Look at the completions in {samples} and at the reward: too hard a task, a form of answer that the model does not\n"
     "know (warmup, evaluate --samples), a reward that is always the same (docs/troubleshooting.md)."
 )
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # choices of --max-lora-rank
@@ -267,6 +267,10 @@ def serve_command(folder: Path, config: Config) -> str:
         largest = next((size for size in VLLM_LORA_RANKS if size >= rank), rank)
         adapters = f" --tokenizer {tokenizer} --generation-config {tokenizer} --enable-lora --max-lora-rank {largest}"
         adapters += f" --lora-modules {shlex.quote(f'{folder}={folder}')}"
+    elif (other := config.model.tokenizer_path) is not None:  # the folder's may be loaded as another class
+        template = config.data.chat_template
+        adapters = f" --tokenizer {shlex.quote(str(other))}"
+        adapters += f" --chat-template {shlex.quote(str(template))}" if template is not None else ""
     served = f"{shlex.quote(str(model))} --dtype {config.model.dtype} --max-model-len {length}"
     return f"{serve} {served}{layout}{memory}{eager}{adapters}"
 
@@ -323,8 +327,9 @@ class Summary:
             sinks.note("\n" + format_table(rows, ["held-out data", "before", "after"]))
         is_adapter = (self.output_dir / "hf/adapter_config.json").exists()
         outputs = OUTPUTS | ({"hf": "the trained adapters, a PEFT folder"} if is_adapter else {})
+        samples = "samples/" if (self.output_dir / "samples").exists() else REPORT_FILE  # of validations
         if self._has_not_moved():
-            sinks.note(f"\n{NOT_MOVED}")
+            sinks.note(f"\n{NOT_MOVED.format(samples=samples)}")
         paths = {self.output_dir / name: text for name, text in outputs.items() if (self.output_dir / name).exists()}
         width = max((len(str(path)) for path in paths), default=0)
         sinks.note("\n" + "\n".join(f"{path!s:<{width}}  {text}" for path, text in paths.items()))
@@ -343,10 +348,12 @@ class Summary:
                 sinks.note(f"and then:    {request_command(folder, self.served)}")
             asked = f"{shlex.quote(str(folder))}{' --image FILE' if reads_images else ''}"
             asked += " --engine transformers" if heads is not None else ""
+            if (other := self.served.model.tokenizer_path) is not None:
+                asked += f" --tokenizer {shlex.quote(str(other))}"
             sinks.note(f"to ask it:   python -m grpo_megatron generate --model {asked} --prompt TEXT")
             if self.served.rollout.multi_turn.environment:
                 sinks.note(
-                    "             (its first turn: no environment answers there; samples/ has the conversations)"
+                    f"             (its first turn: no environment answers there; {samples} has the conversations)"
                 )
 
     def _has_not_moved(self) -> bool:

@@ -162,6 +162,7 @@ def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(r
     )
     assert fallbacks.restart(2) == Restart(2, [RESUME]) and fallbacks.restart(0) is None
     assert any("1 train" in text and "tensor_model_parallel_size=1" in text for _, text in fallbacks.lines())
+    assert not any("estimated" in text for _, text in fallbacks.lines())  # a CPU's seconds are not those of a GPU
     nodes = Fallbacks(
         config.with_values({"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}), read_models(config), GPUS[REFERENCE]
     )

@@ -19,7 +19,7 @@ from grpo_megatron.data import sampler
 from grpo_megatron.data.prompts import BOUNDARY, LengthBound, load_prompts, most_tokens
 from grpo_megatron.data.responses import load_offline_groups
 from grpo_megatron.data.rows import Question
-from grpo_megatron.data.tokenizer import load_tokenizer
+from grpo_megatron.data.tokenizer import class_beside, load_tokenizer
 from grpo_megatron.evaluation.ask import placed_prompt
 from grpo_megatron.starting.generated import build_tokenizer
 from tests.files import DATA, QWEN_SMALL, WHOLE, load_supervised, row_files
@@ -85,8 +85,13 @@ def test_overlong_prompts_and_a_tokenizer_that_loses_text_are_reported(
     user = row_files(tmp_path / "user.jsonl", {"prompt": "user 2", "answer": "2"})  # a word of the file
     load_prompts(PLAIN, user, load_tokenizer(tmp_path / "words", PLAIN))
     about = "(saved as TokenizersBackend, loaded as Qwen2Tokenizer) turns 'user 2' into '2', without 'user': that class does not"
-    assert about in caplog.text
+    assert about in caplog.text and "files alone to another folder, and set model.tokenizer_path" in caplog.text
     caplog.clear()
+    write_tokenizer(tmp_path / "alone")  # the remedy: no config.json beside the files
+    alone = load_tokenizer(tmp_path / "alone", PLAIN)
+    load_prompts(PLAIN, user, alone)
+    assert "turns" not in caplog.text and class_beside(tmp_path / "words", alone) == "Qwen2Tokenizer"
+    assert class_beside(tmp_path / "words", load_tokenizer(tmp_path / "words", PLAIN)) == ""
     words = load_tokenizer(tmp_path / "words", PLAIN)
     placed_prompt(words, "generate/0", "Paul Otto 2", [], is_chat=False)  # of the command `generate`
     assert "turns 'Paul Otto 2' into '2', without 'Paul', 'Otto': " in caplog.text

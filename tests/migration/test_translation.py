@@ -117,6 +117,34 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
         imported("trl", script, ".py", tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "steps", "told"),
+    [
+        ("ref_model_sync_steps: 64", None, "ref_model_sync_steps=64: sync_ref_model decides"),
+        (
+            "sync_ref_model: true",
+            512,
+            "ref_model_mixup_alpha=0.6: the reference becomes the policy here, and a mixture",
+        ),
+        ("sync_ref_model: true\nref_model_mixup_alpha: 1.0\nref_model_sync_steps: 64", 64, "see ref_model_sync_steps"),
+    ],
+)
+def test_reference_of_trl_is_renewed_where_its_switch_is_set(
+    theirs: str, steps: int | None, told: str, tmp_path: Path
+) -> None:
+    config, written = imported("trl", f"model: m\nbeta: 0.04\n{theirs}\n", ".yaml", tmp_path)
+    assert config.algorithm.iteration_steps == steps and told in written
+    assert ("and a mixture" in written) == ("mixture" in told)
+
+
+@pytest.mark.parametrize("start", ["python3 -m", "deepspeed --module", "torchrun --nproc-per-node 8 --module"])
+def test_arguments_before_one_that_names_a_python_file(start: str, tmp_path: Path) -> None:
+    text = f"{start} openrlhf.cli.train_ppo_ray --pretrain /m --remote_rm_url /a/reward.py --prompt_data a.jsonl"
+    text += " --prompt_max_len 8 --generate_max_len 8\n"
+    config, written = imported("openrlhf", text, ".sh", tmp_path, **{"reward.function": "m:f"})
+    assert str(config.model.path) == "/m" and "reward.py" in written and "nproc" not in written
+
+
 def test_reward_functions_of_trl(tmp_path: Path) -> None:
     text = "reward_funcs: [accuracy_reward, my_lib.rewards.brief]\nreward_weights: [1.0, 0.5]\n"
     config, _ = imported("trl", text, ".yaml", tmp_path)

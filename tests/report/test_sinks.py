@@ -283,7 +283,11 @@ def test_a_run_with_an_environment_says_that_generate_has_none(
     served, stream = Config.model_validate(values), io.StringIO()
     with build_sinks(config(tmp_path, "console"), stream=stream) as sinks:
         Summary(tmp_path, served).show(sinks)
-    assert "to ask it: " in stream.getvalue() and ("no environment answers there" in stream.getvalue()) == is_told
+        (tmp_path / "samples").mkdir()  # which a run without validation has not
+        Summary(tmp_path, served).show(sinks)
+    assert "to ask it: " in stream.getvalue()
+    told = [f"no environment answers there; {place} has the conversations" for place in ("report.html", "samples/")]
+    assert all((text in stream.getvalue()) == is_told for text in told)
 
 
 @pytest.mark.parametrize(("size", "is_served"), [(64, True), (16, False)])
@@ -326,6 +330,8 @@ def test_the_command_that_serves(
     run = Config.model_validate({**values, "rollout": ROLLOUT})
     line = serve_command(Path("/my runs/hf"), run)
     assert line.startswith(start) and line.endswith(f" bfloat16 --max-model-len 8 --tensor-parallel-size 2{end}")
+    other = {**values, "model": {"path": "m", "tokenizer_path": "my tok"}, "rollout": ROLLOUT}
+    assert serve_command(Path("hf"), Config.model_validate(other)).endswith(" --tokenizer 'my tok'")
     values["actor"] = {"lora": {"rank": 20}}
     (tmp_path / "adapter_config.json").touch()  # a PEFT folder: the server has its base
     line = serve_command(tmp_path, Config.model_validate({**values, "rollout": ROLLOUT}))
