@@ -75,6 +75,9 @@ class RolloutRank:
         with self.opened, self.heartbeat.naming_timeouts():
             exit_code = self._serve()
             self.bridge.close()
+            self.mesh.all_gather(None)  # all are at the end, or all are replaced
+        if file := os.environ.get(JOINED_FILE):  # torch's agent hangs where one that has ended is replaced
+            Path(file).unlink(missing_ok=True)
         self.engine.shutdown()
         destroy_mesh()
         if exit_code:
