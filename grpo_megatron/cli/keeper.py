@@ -2,7 +2,8 @@
 
 The agent ends all ranks when one of them ends. So its process only waits, and the rank is a fork of it. When a rank that
 samples is lost, all of them end, and start again as the next *incarnation* of their role; training/roles.py connects to it.
-Keepers agree by files in the launcher's folder: of one machine. After MAX_INCARNATIONS a loss is the launcher's (cli/healing.py).
+Keepers agree by files in the launcher's folder: of one machine. After MAX_INCARNATIONS a loss is the launcher's (cli/healing.py),
+as is that of an incarnation that has not joined: the ranks that train may await it where they notice no loss.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 from grpo_megatron.cli.ranks import launcher_folder
-from grpo_megatron.parallel.control import INCARNATION
+from grpo_megatron.parallel.control import INCARNATION, JOINED_FILE
 from grpo_megatron.parallel.heartbeat import STOPPED_S, is_stopped
 from grpo_megatron.processes.process import die_with_parent
 
@@ -34,7 +35,7 @@ def keep_rank() -> None:
         if (pid := os.fork()) == 0:
             for name, handler in before.items():
                 signal.signal(name, handler)
-            os.environ[INCARNATION] = str(number)
+            os.environ |= {INCARNATION: str(number), JOINED_FILE: str(folder / f"joined_{number}")}
             die_with_parent(keeper)
             return
         code = _wait(pid, folder, number)
@@ -47,7 +48,7 @@ def keep_rank() -> None:
 
 def _wait(pid: int, folder: Path, number: int) -> int:
     """Waits for the end of the rank: its exit code, or -signal. Announces the next incarnation if it was lost."""
-    ending, stopped_since = False, None
+    ending, stopped_since, joined = False, None, folder / f"joined_{number}"
 
     def pass_on(name: int, frame: object) -> None:
         nonlocal ending
@@ -62,7 +63,7 @@ def _wait(pid: int, folder: Path, number: int) -> int:
         time.sleep(WAIT_S)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = os.waitstatus_to_exitcode(ended[1])
-    if code and not ending and number < MAX_INCARNATIONS:
+    if code and not ending and number < MAX_INCARNATIONS and joined.exists():
         if code < 0 or _has_reported_loss():
             (folder / f"rollout_{number + 1}").touch()
         until = time.monotonic() + PATIENCE_S
@@ -76,9 +77,12 @@ def _newest(folder: Path) -> int:
 
 
 def _has_reported_loss() -> bool:
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        return bool(json.loads(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).read_text())["report"]["is_loss"])
-    return False
+    """Says if a loss was the first that a rank of this machine has reported: others of an exception are its symptoms."""
+    reports = []
+    for file in Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1].glob("*/error.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            reports.append(json.loads(file.read_text())["report"])
+    return bool(reports and min(reports, key=lambda report: report["time_ns"])["is_loss"])
 
 
 def _end_as(code: int) -> None:

@@ -210,6 +210,7 @@ def received_message(receive: Callable[[Tensor], object]) -> Tensor:
 STORE_FILE = "GRPO_MEGATRON_STORE_FILE"  # set by our launcher for its ranks
 RUN_ID = "GRPO_MEGATRON_RUN_ID"  # set by slurm/ranks.sh
 INCARNATION = "GRPO_MEGATRON_INCARNATION"  # of the rollout ranks: how often they have been replaced (cli/keeper.py)
+JOINED_FILE = "GRPO_MEGATRON_JOINED_FILE"  # which an incarnation makes when it has connected to the ranks that train
 LOOPBACK = "127.0.0.1"
 LISTEN_QUEUE = 2048  # connections that wait to be accepted: all ranks connect at the same time
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"  # gloo connects two ranks at their first message, not all ranks at the start

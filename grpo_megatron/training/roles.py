@@ -239,8 +239,10 @@ class RolloutRanks(StepsAhead):
         Collective. Raises LostRank when none has come in trainer.timeout_s.
         """
         lost_at, is_first, folder = time.time(), self.mesh.rank == 0, self._config.trainer.output_dir
+        lost = next(filter(None, self.mesh.all_gather(self.bridge.lost)), "")
         if is_first:
-            what = f"{self.bridge.lost}; the ranks that train wait for others"
+            self.bridge.lost = lost
+            what = f"{lost}; the ranks that train wait for others"
             print(f"healing: {what}", flush=True)
             add_event(folder, "lost", self._next, what, who="rollout ranks", layout="unchanged")
         while True:

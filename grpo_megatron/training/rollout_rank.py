@@ -9,12 +9,15 @@ for each version of the weights, when it has arrived:
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from grpo_megatron.checks.validate import Checked, check_alone
 from grpo_megatron.config import Config
 from grpo_megatron.device import Device
+from grpo_megatron.parallel.control import JOINED_FILE
 from grpo_megatron.parallel.heartbeat import STEP, Heartbeat
 from grpo_megatron.parallel.mesh import destroy_mesh
 from grpo_megatron.processes.variables import set_determinism_variables
@@ -47,6 +50,8 @@ class RolloutRank:
         self.bridge, self.batch_size = self.mesh.bridge, config.data.train_batch_size
         config = with_engine_sequences(config, checked, self.mesh)
         self.heartbeat = opened.enter_context(Heartbeat(trainer.output_dir, self.mesh, trainer.stall_timeout_s))
+        if file := os.environ.get(JOINED_FILE):
+            Path(file).touch()
         self.metrics = Metrics(device.synchronize, in_float32=config.model.exact)
         self.metrics.within = self.heartbeat.phase
         self.cadence = Cadence(trainer, config.algorithm.iteration_steps)
@@ -70,6 +75,9 @@ class RolloutRank:
         with self.opened, self.heartbeat.naming_timeouts():
             exit_code = self._serve()
             self.bridge.close()
+            self.mesh.all_gather(None)  # all are at the end, or all are replaced
+        if file := os.environ.get(JOINED_FILE):  # torch's agent hangs where one that has ended is replaced
+            Path(file).unlink(missing_ok=True)
         self.engine.shutdown()
         destroy_mesh()
         if exit_code:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import yaml
 
 from grpo_megatron.checks.layout import healing_problems
 from grpo_megatron.checks.models import read_models
-from grpo_megatron.cli.failures import Cause
+from grpo_megatron.cli.failures import LAUNCHER_PID, Cause
 from grpo_megatron.cli.healing import MAX_FAILURES, MAX_LOSSES, RESUME, Fallbacks, Healing
+from grpo_megatron.cli.keeper import keep_rank
 from grpo_megatron.cli.main import main
 from grpo_megatron.cli.ranks import Restart
 from grpo_megatron.config import Config
 from grpo_megatron.config.problems import Problem
+from grpo_megatron.parallel.control import INCARNATION, JOINED_FILE
 from grpo_megatron.planning.gpus import GPUS, REFERENCE
 from grpo_megatron.storage.files import MEMORY_FOLDER
 from grpo_megatron.storage.run_files import read_events
@@ -150,6 +154,37 @@ def exact_run(root: Path, output: Path, ranks: int, tp: int = 1, **trainer: Any)
     raw["trainer"] |= {"n_gpus_per_node": ranks, "save_freq": 1, "test_freq": -1, **trainer}
     raw["actor"]["megatron"] = {"tensor_model_parallel_size": tp}
     return raw
+
+
+@pytest.mark.parametrize(
+    ("ending", "has_joined", "incarnations", "code"),
+    [
+        ("killed", True, 4, -9),
+        ("killed", False, 1, -9),  # the ranks that train wait in the constructor of a group, and notice nothing
+        ("a loss after an exception", True, 1, 1),
+    ],
+)
+def test_a_keeper_replaces_a_lost_rank_that_has_joined(
+    tmp_path: Path, ending: str, has_joined: bool, incarnations: int, code: int
+) -> None:
+    """The symptom of another rank's exception is no loss: the run would go on, and would not say why."""
+    files = [tmp_path / f"run/attempt_0/{rank}/error.json" for rank in (0, 1)]
+    if (pid := os.fork()) == 0:
+        try:
+            os.environ |= {"TORCHELASTIC_ERROR_FILE": str(files[1]), LAUNCHER_PID: "1"}
+            keep_rank()
+            (tmp_path / f"begun_{os.environ[INCARNATION]}").touch()
+            if has_joined:
+                Path(os.environ[JOINED_FILE]).touch()
+            if ending == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            for time_ns, file in enumerate(files):
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(json.dumps({"report": {"is_loss": time_ns > 0, "time_ns": time_ns}}))
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == code
+    assert len([*tmp_path.glob("begun_*")]) == incarnations
 
 
 def test_the_fallback_is_the_nearest_layout_that_all_checks_of_a_layout_accept(root: Path) -> None:
