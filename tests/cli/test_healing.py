@@ -221,7 +221,7 @@ def test_of_two_roles_ranks_that_sample_are_given_up_first(root: Path) -> None:
     two = [RESUME, "trainer.n_gpus_per_node=2", "rollout.num_ranks=1", "actor.megatron.tensor_model_parallel_size=1"]
     assert fallbacks.restart(2) == Restart(2, two) and fallbacks.restart(1) is None
     lines = dict(fallbacks.lines())
-    assert lines["3 left"].startswith("2 train, 1 sample, ") and lines["1 left"].startswith("no layout fits")
+    assert lines["3 left"].startswith("2 train, 1 sample: ") and lines["1 left"].startswith("no layout fits")
 
     on_nodes = {"trainer.nnodes": 4, "trainer.n_gpus_per_node": 2, "rollout.num_ranks": None, "rollout.num_nodes": 3}
     config = config.with_values(on_nodes)

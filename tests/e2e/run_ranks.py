@@ -160,8 +160,8 @@ def train_in_roles(
 
         return call
 
-    def recorded(self: RolloutRanks, version: int, metrics: Any) -> None:
-        send(self, version, metrics)
+    def recorded(self: RolloutRanks, version: int, *attested: Any) -> None:
+        send(self, version, *attested)
         versions[version] = {n: t.clone() for bucket in self.policy.hf_weights(1) for n, t in bucket}
 
     config, world, send = Config.model_validate(raw), int(os.environ["WORLD_SIZE"]), RolloutRanks._send_weights
