@@ -62,6 +62,9 @@ RUN = """
             with open(f"agreed.{rank}", "w") as file:
                 file.write(name)
             os.rename(f"agreed.{rank}", "agreed")
+        open(f"{rank}.ends", "w").close()
+        while not all(os.path.exists(f"{other}.ends") for other in range(2)):
+            time.sleep(0.05)
         raise Stopped("", 130 if name == "SIGINT" else 75)
 """
 LAUNCHER = ["-m", "grpo_megatron"]
